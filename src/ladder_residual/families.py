@@ -1,0 +1,115 @@
+"""The Hugging Face decoders we can rewire: one row each. No torch.
+
+A row names the parts of the family's decoder layer. Adding a family is adding a row and its parity test; how its weights
+shard follows from the names of its projections (``sharding.py``).
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .config import Wiring
+
+PREFIX = "ladder_"  # model_type of a rewired checkpoint: software that does not know the wiring must not load it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    model_type: str
+    attention: str = "self_attn"
+    mlp: str = "mlp"
+    attention_norm: str | None = "input_layernorm"
+    mlp_norm: str | None = "post_attention_layernorm"
+    # Applied to a module's output before it joins the stream. A norm there is a post-norm and must see the sum over ranks.
+    attention_after: str | None = None
+    mlp_after: str | None = None
+    post_norm: bool = False
+    multiplier: str | None = None  # attribute of the layer that scales every residual branch
+    head: str = "lm_head"
+    refuse_tp: str | None = None  # why this family cannot be sharded
+
+    @property
+    def ladder_type(self) -> str:
+        return PREFIX + self.model_type
+
+
+def _llama_like(*names: str) -> list[Family]:
+    return [Family(model_type=name) for name in names]
+
+
+_WIDE_QK_NORM = "its query/key norm spans all heads, so no rank can compute it from its own heads"
+
+FAMILIES: dict[str, Family] = {
+    family.model_type: family
+    for family in [
+        *_llama_like("llama", "mistral", "qwen2", "qwen3", "gemma", "olmo", "smollm3", "starcoder2"),
+        *_llama_like("mixtral", "qwen2_moe", "qwen3_moe"),
+        Family(model_type="phi3", attention_after="resid_attn_dropout", mlp_after="resid_mlp_dropout"),
+        Family(model_type="granite", multiplier="residual_multiplier"),
+        Family(
+            model_type="gpt_neox",
+            attention="attention",
+            attention_after="post_attention_dropout",
+            mlp_after="post_mlp_dropout",
+            head="embed_out",
+        ),
+        *(
+            Family(
+                model_type=name,
+                mlp_norm="pre_feedforward_layernorm",
+                attention_after="post_attention_layernorm",
+                mlp_after="post_feedforward_layernorm",
+                post_norm=True,
+            )
+            for name in ("gemma2", "gemma3_text")
+        ),
+        *(
+            Family(
+                model_type=name,
+                attention_norm=None,
+                mlp_norm=None,
+                attention_after="post_attention_layernorm",
+                mlp_after="post_feedforward_layernorm",
+                post_norm=True,
+                refuse_tp=_WIDE_QK_NORM,
+            )
+            for name in ("olmo2", "olmo3")
+        ),
+    ]
+}
+
+_SAME_INPUT = "attention and MLP of a layer read the same input already (one sum per layer), so there is no chain to ladder"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("phi", "cohere", "cohere2", "falcon", "gptj", "codegen", "gpt_neox_japanese"), _SAME_INPUT),
+    "gpt2": "its layers carry biases and position embeddings of a pre-RoPE design that no row here describes yet",
+    "gemma3": "it is the multimodal model; convert its language model (model_type gemma3_text)",
+}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """The row of a ``config.json`` (plain or rewired); ValueError with the reason if it cannot be rewired."""
+    model_type = config.get("model_type")
+    if not isinstance(model_type, str):
+        raise ValueError(f"config.json has no usable model_type (got {model_type!r:.80}); is this a Hugging Face checkpoint?")
+    base = model_type.removeprefix(PREFIX)
+    if base in REFUSED:
+        raise ValueError(f"model_type {base!r} cannot be rewired: {REFUSED[base]}")
+    if base not in FAMILIES:
+        near = difflib.get_close_matches(base, FAMILIES, n=2)
+        hint = f" (near: {', '.join(near)})" if near else ""
+        raise ValueError(f"unknown family: model_type {base!r:.80}{hint}; supported: {', '.join(sorted(FAMILIES))}")
+    if base == "gpt_neox" and config.get("use_parallel_residual", True):
+        raise ValueError(f"gpt_neox with use_parallel_residual=true (Pythia) cannot be rewired: {_SAME_INPUT}")
+    return FAMILIES[base]
+
+
+def check_wiring(family: Family, wiring: Wiring) -> None:
+    """Refuse a wiring whose rule is not defined for the family."""
+    if family.post_norm and wiring.kind in ("parallel", "desync", "delayed"):
+        raise ValueError(
+            f"{wiring.name} adds partials to the stream, but {family.model_type} norms a module's output first, and the norm of "
+            f"a partial is not a partial of the norm; use ladder or standard"
+        )

@@ -1,0 +1,55 @@
+"""Config classes of rewired checkpoints: the family's own config, another ``model_type``, and the field ``wiring``."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from .config import AUTHORS_KEY, CONFIG_KEY, Wiring
+from .families import FAMILIES, check_wiring, family_of
+
+STUB = "ladder_stub.py"  # travels with a checkpoint: loads it for people who have not imported us, or says what to install
+
+
+def wiring_of(config: Any) -> Wiring:
+    """The wiring of a config object, rewired or plain."""
+    fields = {key: getattr(config, key, None) for key in (CONFIG_KEY, AUTHORS_KEY)}
+    return Wiring.from_config(fields, config.num_hidden_layers)
+
+
+def class_name(model_type: str, suffix: str) -> str:
+    """``("qwen3_moe", "Config") -> "LadderQwen3MoeConfig"``"""
+    return "Ladder" + "".join(part.capitalize() for part in model_type.split("_")) + suffix
+
+
+def auto_map(model_type: str) -> dict[str, str]:
+    module = STUB.removesuffix(".py")
+    return {
+        "AutoConfig": f"{module}.{class_name(model_type, 'Config')}",
+        "AutoModelForCausalLM": f"{module}.{class_name(model_type, 'ForCausalLM')}",
+    }
+
+
+@cache
+def ladder_config_class(model_type: str) -> type[Any]:
+    def __post_init__(self: Any, **kwargs: Any) -> None:
+        super(config_class, self).__post_init__(**kwargs)
+        wiring = wiring_of(self)
+        check_wiring(family_of(self.to_dict()), wiring)
+        self.wiring = wiring.spec
+        self.auto_map = auto_map(model_type)
+
+    config_class = type(
+        class_name(model_type, "Config"),
+        (CONFIG_MAPPING[model_type],),
+        {
+            "__module__": "ladder_residual.model",  # where pickle and the stub find it by name
+            "__annotations__": {CONFIG_KEY: str | None},
+            "model_type": FAMILIES[model_type].ladder_type,
+            CONFIG_KEY: None,
+            "__post_init__": __post_init__,
+        },
+    )
+    return config_class

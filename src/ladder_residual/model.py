@@ -1,0 +1,203 @@
+"""Hugging Face's own models with another wiring: their decoder layers get our ``forward``, nothing else changes.
+
+A layer returns a ``State`` instead of a tensor and the next one takes it, so the family's model class, its masks, caches,
+``generate``, ``save_pretrained`` and gradient checkpointing are used as they are. Importing ``ladder_residual`` registers the
+classes made here with transformers' Auto classes; by hand:
+
+    model = rewire(AutoModelForCausalLM.from_pretrained("..."), "ladder:last-half")
+"""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .config import Wiring
+from .families import FAMILIES, Family, check_wiring, family_of
+from .hf_config import STUB, auto_map, class_name, ladder_config_class, wiring_of
+from .reduce import Reducer
+from .wiring import Branch, State, flush, step
+
+class Placement(NamedTuple):
+    """Where a decoder layer stands."""
+
+    family: Family
+    wiring: Wiring
+    layer: int
+
+
+class RewiredLayer(nn.Module):
+    """Mixed in before the family's decoder layer class; only ``forward`` differs."""
+
+    placement: Placement
+    reducer: Reducer
+
+    def forward(self, hidden_states: Tensor | State, **kwargs: Any) -> Tensor | State:
+        wiring, layer = self.placement.wiring, self.placement.layer
+        state = hidden_states if isinstance(hidden_states, State) else State(hidden_states)
+        state = step(wiring, layer, state, self.branches(kwargs), self.reducer)
+        return flush(state, self.reducer) if layer == wiring.num_layers - 1 else state
+
+    def branches(self, attention_kwargs: dict[str, Any]) -> tuple[Branch, Branch]:
+        family, wiring, layer = self.placement
+        kind = wiring.kind_of(layer)
+        attention, mlp = getattr(self, family.attention), getattr(self, family.mlp)
+        attention_norm = _SharedNorm(getattr(self, family.attention_norm)) if family.attention_norm else nn.Identity()
+        if kind == "parallel":
+            mlp_norm = attention_norm
+        else:
+            mlp_norm = getattr(self, family.mlp_norm) if family.mlp_norm else nn.Identity()
+        scale = getattr(self, family.multiplier) if family.multiplier else None
+
+        def attention_partial(x: Tensor) -> Tensor:
+            out = attention(attention_norm(x), **attention_kwargs)
+            out = out[0] if isinstance(out, tuple) else out
+            return out if scale is None else out * scale
+
+        def mlp_partial(x: Tensor) -> Tensor:
+            out = mlp(mlp_norm(x))
+            out = out[0] if isinstance(out, tuple) else out
+            return out if scale is None else out * scale
+
+        attention_after = getattr(self, family.attention_after) if family.attention_after else None
+        mlp_after = getattr(self, family.mlp_after) if family.mlp_after else None
+        if kind in ("standard", "ladder"):
+            return Branch(attention_partial, attention_after), Branch(mlp_partial, mlp_after)
+        # The other kinds add partials to the stream: what comes after a module (a dropout) is applied to the partial.
+        return _chained(attention_partial, attention_after), _chained(mlp_partial, mlp_after)
+
+
+class _SharedNorm:
+    """Both modules of a parallel layer read one norm: computed once per input."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        self.norm = norm
+        self.last: tuple[Tensor, Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.last is None or self.last[0] is not x:
+            self.last = (x, self.norm(x))
+        return self.last[1]
+
+
+def _chained(partial: Any, after: nn.Module | None) -> Branch:
+    return Branch(partial if after is None else lambda x: after(partial(x)))
+
+
+@cache
+def _rewired_layer_class(base: type[nn.Module]) -> type[nn.Module]:
+    return type(f"Rewired{base.__name__}", (RewiredLayer, base), {"__module__": __name__})
+
+
+class RewiredModel(PreTrainedModel):
+    """Mixed in before the family's ``...ForCausalLM``."""
+
+    auto_map: dict[str, str] = {}  # trl looks for it on the class
+
+    def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(config, *args, **kwargs)
+        _place_layers(self)
+
+    @property
+    def wiring(self) -> Wiring:
+        return wiring_of(self.config)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
+        if options["use_reentrant"]:
+            raise ValueError(
+                "reentrant gradient checkpointing takes and returns plain tensors, but a rewired layer also hands on the sums "
+                "in flight: pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+            )
+        super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **kwargs)
+
+    def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        result = super().save_pretrained(save_directory, *args, **kwargs)
+        write_stub(Path(save_directory))
+        return result
+
+
+def write_stub(directory: Path) -> None:
+    with resources.as_file(resources.files("ladder_residual").joinpath("data", STUB)) as stub:
+        shutil.copyfile(stub, directory / STUB)
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    return model.base_model.layers  # every family here calls them so
+
+
+def _place_layers(model: PreTrainedModel) -> None:
+    wiring = wiring_of(model.config)
+    family = family_of(model.config.to_dict())
+    check_wiring(family, wiring)
+    layers = decoder_layers(model)
+    for index, layer in enumerate(layers):
+        if not isinstance(layer, RewiredLayer):
+            layer.__class__ = _rewired_layer_class(type(layer))
+            layer.reducer = Reducer()
+        layer.placement = Placement(family, wiring, index)
+        if wiring.kind_of(index) == "parallel" and family.mlp_norm and hasattr(layer, family.mlp_norm):
+            delattr(layer, family.mlp_norm)  # one norm per layer
+
+
+def set_reducer(model: PreTrainedModel, reducer: Reducer) -> None:
+    """Let every layer sum through ``reducer``."""
+    for layer in decoder_layers(model):
+        layer.reducer = reducer
+
+
+def rewire(model: PreTrainedModel, spec: str) -> PreTrainedModel:
+    """Give a loaded Hugging Face model another wiring, in place; weights stay as they are."""
+    family = family_of(model.config.to_dict())
+    wiring = Wiring.parse(spec, model.config.num_hidden_layers)
+    check_wiring(family, wiring)
+    if wiring.kind == "parallel":
+        raise ValueError(
+            "a parallel layer has one norm where this model has two, so its weights do not carry over; build the model from a "
+            "config with wiring='parallel' and train it"
+        )
+    config_class, model_class = ladder_classes(family.model_type)
+    if not isinstance(model, RewiredModel):
+        expected = model_class.__mro__[2]
+        if type(model) is not expected:
+            raise ValueError(f"can rewire a {expected.__name__}, got {type(model).__name__}")
+        model.__class__ = model_class
+        model.config.__class__ = config_class
+        model.config.auto_map = auto_map(family.model_type)
+    model.config.wiring = wiring.spec
+    _place_layers(model)
+    return model
+
+
+@cache
+def ladder_classes(model_type: str) -> tuple[type[Any], type[PreTrainedModel]]:
+    """The config class and the model class of a rewired family."""
+    import transformers
+
+    config_class = ladder_config_class(model_type)
+    base = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
+    name = class_name(model_type, "ForCausalLM")
+    model_class = type(name, (RewiredModel, base), {"__module__": __name__, "config_class": config_class})
+    # Some checkpoints store weights differently from the modules (MoE experts one by one): the family's own rules hold.
+    conversions = get_checkpoint_conversion_mapping(model_type)
+    if conversions:
+        register_checkpoint_conversion_mapping(FAMILIES[model_type].ladder_type, conversions, overwrite=True)
+    return config_class, model_class
+
+
+def __getattr__(name: str) -> Any:
+    """``LadderLlamaConfig``, ``LadderQwen3ForCausalLM``, ...: made on first use."""
+    for model_type in FAMILIES:
+        if name == class_name(model_type, "Config"):
+            return ladder_config_class(model_type)
+        if name == class_name(model_type, "ForCausalLM"):
+            return ladder_classes(model_type)[1]
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

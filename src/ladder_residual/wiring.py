@@ -1,0 +1,145 @@
+"""The residual wirings, side by side.
+
+A decoder is a chain of modules h_1, h_2, ... (attention, MLP, attention, MLP, ...), each with its pre-norm inside. x_0 is the
+embedding, AR the sum over ranks of the partials each rank computes.
+
+    standard    x_i = x_{i-1} + AR(h_i(x_{i-1}))
+    ladder      x_i = x_{i-1} + AR(h_i(x_{i-2})),  x_{-1} = x_0
+    parallel    x_l = x_{l-1} + AR(attn(x_{l-1}) + mlp(x_{l-1})),  one norm for both
+    desync-N    x  += partial, no AR; every N-th module x = AR(partial + x / ranks)
+    delayed-d   x  += partial at once; what the other ranks add arrives d modules later
+    no-comm     x  += partial, never an AR: wrong on purpose, the upper bound of any speed-up
+
+Each function takes one layer's step: ``ladder(state, modules, reducer) -> state``, with ``modules`` the layer's residual branches
+in order, for a decoder ``(attn, mlp)``. A module maps the stream to this rank's *partial*; the wiring alone decides when a sum
+starts and when it is waited for. What a layer leaves in flight travels in the ``State`` to the next one, so any mixture of
+standard and ladder layers follows the recurrence across its borders: a standard module first settles everything in flight, a
+ladder module leaves the most recent sum in flight while it computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from operator import add
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .config import Wiring
+from .reduce import Pending, Reducer
+
+
+class Branch(NamedTuple):
+    """A module of the chain. ``partial`` maps the stream to this rank's share; ``after`` is applied to the sum (post-norms)."""
+
+    partial: Callable[[Tensor], Tensor]
+    after: Callable[[Tensor], Tensor] | None = None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.partial(x)
+
+
+class State(NamedTuple):
+    """What one layer hands to the next: the stream, and the sums not yet added to it (oldest first)."""
+
+    stream: Tensor
+    pending: tuple[Pending, ...] = ()
+    diverged: bool = False  # the ranks' streams differ (desync between two sums)
+
+
+def settle(state: State, keep: int = 0) -> State:
+    """Wait for all but the ``keep`` most recent sums and add them to the stream."""
+    due = len(state.pending) - keep
+    if due <= 0:
+        return state
+    stream = state.stream
+    for pending in state.pending[:due]:
+        stream = stream + pending.wait()
+    return state._replace(stream=stream, pending=state.pending[due:])
+
+
+def agree(state: State, reducer: Reducer) -> State:
+    """Settle, and bring diverged streams back to one: their mean."""
+    state = settle(state)
+    if not state.diverged:
+        return state
+    return State(reducer.start(state.stream / reducer.size).wait())
+
+
+def _read_and_start(state: State, module: Branch, reducer: Reducer, keep: int) -> State:
+    if state.diverged:
+        state = agree(state, reducer)
+    state = settle(state, keep)
+    pending = reducer.start(module(state.stream))._replace(after=module.after)
+    return state._replace(pending=(*state.pending, pending))
+
+
+def standard(state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
+    for module in modules:
+        state = _read_and_start(state, module, reducer, keep=0)
+    return state
+
+
+def ladder(state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
+    for module in modules:
+        state = _read_and_start(state, module, reducer, keep=1)
+    return state
+
+
+def parallel(state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
+    together = Branch(lambda x: reduce(add, (module(x) for module in modules)))
+    return _read_and_start(state, together, reducer, keep=0)
+
+
+def desync(state: State, modules: Sequence[Branch], reducer: Reducer, *, every: int, modules_before: int) -> State:
+    """``modules_before`` counts the modules of the layers below, so that sums are ``every`` modules apart across layers."""
+    state = settle(state)
+    for index, module in enumerate(modules, start=modules_before + 1):
+        partial = module(state.stream)
+        if index % every == 0:
+            state = State(reducer.start(partial + state.stream / reducer.size).wait())
+        else:
+            state = State(state.stream + partial, diverged=True)
+    return state
+
+
+def delayed(state: State, modules: Sequence[Branch], reducer: Reducer, *, delay: int) -> State:
+    for module in modules:
+        # A sum without `own` comes from a standard layer below: nothing of it was added yet, so it cannot stay behind.
+        state = settle(state, keep=delay if all(p.own is not None for p in state.pending) else 0)
+        partial = module(state.stream)
+        others = reducer.start(partial)._replace(own=partial)
+        state = state._replace(stream=state.stream + partial, pending=(*state.pending, others))
+    return state
+
+
+def no_comm(state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
+    stream = settle(state).stream
+    for module in modules:
+        stream = stream + module(stream)
+    return State(stream)
+
+
+def step(wiring: Wiring, layer: int, state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
+    """One layer of ``wiring``; all layers below have as many modules as this one."""
+    match wiring.kind_of(layer):
+        case "standard":
+            return standard(state, modules, reducer)
+        case "ladder":
+            return ladder(state, modules, reducer)
+        case "parallel":
+            return parallel(state, modules, reducer)
+        case "desync":
+            return desync(state, modules, reducer, every=wiring.step, modules_before=layer * len(modules))
+        case "delayed":
+            return delayed(state, modules, reducer, delay=wiring.step)
+        case "no-comm":
+            return no_comm(state, modules, reducer)
+        case kind:
+            raise AssertionError(f"config.py knows a wiring that has no function here: {kind}")
+
+
+def flush(state: State, reducer: Reducer) -> Tensor:
+    """The stream after the last layer, nothing left in flight."""
+    return agree(state, reducer).stream
