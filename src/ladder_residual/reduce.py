@@ -181,7 +181,7 @@ class GroupReducer(Reducer):
     def all_gather(self, local: Tensor, combine: Callable[[Tensor], Tensor]) -> Sum:
         local = local.contiguous()
         stacked = local.new_empty((self.size, *local.shape))  # [rank, ...]
-        work = dist.all_gather_into_tensor(stacked, local, group=self.group, async_op=True)
+        work = dist.all_gather(list(stacked.unbind(0)), local, group=self.group, async_op=True)
         assert work is not None
         return _InFlight(work, stacked, combine)
 

@@ -1,0 +1,157 @@
+"""Reading Hugging Face checkpoints: a directory of safetensors and its ``config.json``. Pickles are never opened.
+
+Everything a checkpoint says is checked before it is used, and what is wrong is a ``ValueError`` that names the file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .sharding import Cut
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+# A mapped file's pages stay resident while it is open: reopen it now and then, so that peak memory is the shard and not the file.
+REOPEN_AFTER_BYTES = 64 << 20
+
+
+def resolve(source: str | Path, *, weights: bool = True) -> Path:
+    """A local directory as it is, or a hub id fetched into the Hugging Face cache (only JSON, tokenizer and safetensors)."""
+    path = Path(source)
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ValueError(f"{source} is a file; a checkpoint is a directory with config.json and safetensors")
+    text = str(source)
+    if text.count("/") > 1 or text.startswith((".", "/", "~")) or "\\" in text:
+        raise ValueError(f"no checkpoint directory at {source}")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
+    try:
+        return Path(snapshot_download(text, allow_patterns=patterns))
+    except HFValidationError as error:
+        raise ValueError(f"{source} is neither a directory nor a hub id (owner/name): {error}") from error
+    except Exception as error:  # the hub client raises a dozen unrelated kinds for "not there", "no access" and "no network"
+        raise ValueError(
+            f"{source} is no local directory, and fetching it from the hub failed: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"{path.parent} has no {path.name}; is it a Hugging Face checkpoint?") from None
+    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is not readable JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
+    return content
+
+
+class Checkpoint:
+    """The tensors of a directory, by name, without loading them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.config = read_json(directory / "config.json")
+        if self.config.get("quantization_config"):
+            raise ValueError(f"{directory} is quantised; dequantise it first (this loader reads plain float weights)")
+        self.files = self._locate()
+        self._open: tuple[str, Any, int] | None = None
+
+    def _locate(self) -> dict[str, str]:
+        """Tensor name -> file name."""
+        if (self.directory / INDEX).exists():
+            weight_map = read_json(self.directory / INDEX).get("weight_map")
+            if not isinstance(weight_map, dict) or not weight_map:
+                raise ValueError(f"{self.directory / INDEX} has no weight_map")
+            for name, file in weight_map.items():
+                if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+                    raise ValueError(f"{self.directory / INDEX} maps {name!r:.80} to {file!r:.80}: not a file of this directory")
+            for file in sorted(set(weight_map.values())):
+                if not (self.directory / file).is_file():
+                    raise ValueError(f"{self.directory / INDEX} names {file}, which is missing")
+            return weight_map
+        if (self.directory / SINGLE).is_file():
+            with self._safe_open(SINGLE) as handle:
+                return dict.fromkeys(handle.keys(), SINGLE)
+        pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern))
+        if pickles:
+            raise ValueError(
+                f"{self.directory} has only pickled weights ({pickles[0]}): a pickle can run any code, so it is never loaded. "
+                f"Convert it where you trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
+            )
+        raise ValueError(f"{self.directory} has neither {SINGLE} nor {INDEX}")
+
+    def _safe_open(self, file: str) -> Any:
+        try:
+            return safe_open(str(self.directory / file), framework="pt")
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{self.directory / file} is damaged or cut short: {error}") from error
+
+    def _handle(self, file: str, upcoming: int) -> Any:
+        if self._open is None or self._open[0] != file or self._open[2] > REOPEN_AFTER_BYTES:
+            self._open = (file, self._safe_open(file), 0)
+        name, handle, read = self._open
+        self._open = (name, handle, read + upcoming)
+        return handle
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        file = self.files[name]
+        try:
+            return tuple(self._handle(file, 0).get_slice(name).get_shape())
+        except SafetensorError as error:
+            raise ValueError(f"{self.directory / file} does not hold {name}: {error}") from error
+
+    def read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
+        """The tensor, or the part ``cut`` keeps of it; only that part is copied."""
+        file = self.files[name]
+        shape = self.shape(name)
+        size = 4
+        for length in shape:
+            size *= length
+        part = self._handle(file, size).get_slice(name)
+        try:
+            if cut is None:
+                return part[:] if shape else self._handle(file, 0).get_tensor(name)
+            before = (slice(None),) * cut.dim
+            pieces = [part[(*before, slice(start, stop))] for start, stop in cut.ranges]
+        except (SafetensorError, IndexError, ValueError) as error:
+            raise ValueError(f"{self.directory / file}: cannot read {name} of shape {list(shape)}: {error}") from error
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=cut.dim)
+
+    def close(self) -> None:
+        self._open = None
+
+
+def sources_of(name: str) -> Iterator[list[str]]:
+    """Where a parameter may lie in a checkpoint: alternatives, each a list of templates (``{}`` is the expert).
+
+    transformers 5 stacks the experts of a mixture; checkpoints keep them one by one under their older names.
+    """
+    yield [name]
+    if not name.startswith("model."):
+        yield [f"model.{name}"]
+    else:
+        yield [name.removeprefix("model.")]
+    head, experts, tail = name.rpartition(".experts.")
+    if experts:
+        stems = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+        modern, mixtral = stems.get(tail, ((), ()))
+        if modern:
+            yield [f"{head}.experts.{{}}.{stem}.weight" for stem in modern]
+            yield [f"{head.removesuffix('.mlp')}.block_sparse_moe.experts.{{}}.{stem}.weight" for stem in mixtral]
+    elif ".mlp.gate." in name:
+        yield [name.replace(".mlp.gate.", ".block_sparse_moe.gate.")]

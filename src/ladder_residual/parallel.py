@@ -1,0 +1,145 @@
+"""Processes and their groups. Only this file reads the launcher's environment (RANK, WORLD_SIZE, LOCAL_RANK).
+
+    with distributed() as world:
+        model = load_model("checkpoint", world)
+
+One process needs no launcher: without the environment of torchrun the world is a single rank and nothing is initialised.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .reduce import AsyncReducer, GroupReducer, LatencyReducer, Reducer
+from .sharding import Cut
+
+DEFAULT_TIMEOUT_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class World:
+    """The ranks of a run and this process's place among them. Travels as an argument, never as a global."""
+
+    rank: int = 0
+    size: int = 1
+    device: torch.device = torch.device("cpu")
+    group: dist.ProcessGroup | None = None
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def reducer(self, kind: str = "async", *, latency: float = 0.0, gather_below: int | None = None) -> Reducer:
+        """``async`` (hidden), ``blocking`` (its slow twin) or ``none``; ``latency`` emulates a slower link, in seconds."""
+        if kind not in ("async", "blocking", "none"):
+            raise ValueError(f"unknown reducer {kind!r}; choose async, blocking or none")
+        if self.size == 1 or kind == "none":
+            return Reducer()
+        if kind == "blocking":
+            if latency:
+                raise ValueError("an emulated latency needs the async reducer")
+            return GroupReducer(self.group)
+        if latency:
+            return LatencyReducer(self.group, seconds=latency, gather_below=gather_below)
+        return AsyncReducer(self.group, gather_below)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(self.group)
+
+    def broadcast(self, value: Any) -> Any:
+        """Rank 0's ``value`` on every rank."""
+        if self.size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, group=self.group)
+        return box[0]
+
+
+def launched() -> bool:
+    """Whether a launcher (torchrun) started this process as one of several."""
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _local_device(kind: str) -> torch.device:
+    if kind == "auto":
+        kind = "cuda" if torch.cuda.is_available() else "cpu"
+    if kind == "cpu":
+        return torch.device("cpu")
+    if kind != "cuda":
+        raise ValueError(f"unknown device {kind!r}; choose auto, cpu or cuda")
+    if not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}; start fewer ranks")
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Iterator[World]:
+    """Join the process group the launcher describes, for the duration of the block."""
+    if timeout <= 0:
+        raise ValueError(f"the time-out must be positive, got {timeout} seconds")
+    where = _local_device(device)
+    if where.type == "cuda":
+        torch.cuda.set_device(where)
+    if not launched():
+        yield World(device=where)
+        return
+    backend = "nccl" if where.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=where if backend == "nccl" else None)
+    world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD)
+    try:
+        yield world
+    except RuntimeError as error:
+        # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, and where.
+        if any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out")):
+            raise RuntimeError(
+                f"rank {world.rank} of {world.size} on {socket.gethostname()} lost its peers (a rank died or its link is down): "
+                f"{str(error).splitlines()[0][:200]}"
+            ) from error
+        raise
+    finally:
+        dist.destroy_process_group()
+
+
+def finish_gradients(model: nn.Module, world: World) -> None:
+    """Complete the gradients of what several ranks hold alike. Call once after the last backward, before clipping and step.
+
+    Each rank's backward yields its own share of those gradients (``reduce.py``); they are summed in one message per dtype.
+    """
+    if world.size == 1:
+        return
+    cuts: dict[str, Cut | None] = model.tensor_parallel_cuts  # type: ignore[assignment]
+    by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Cut | None]]] = {}
+    for name, parameter in model.named_parameters():
+        cut = cuts[name]
+        if parameter.requires_grad and (cut is None or cut.copies > 1):
+            by_dtype.setdefault(parameter.dtype, []).append((parameter, cut))
+    for dtype, shared in by_dtype.items():
+        # A parameter held by only some ranks alike (replicated KV heads) gets a slot per group of those ranks.
+        slots = [world.size // cut.copies if cut else 1 for _, cut in shared]
+        sizes = [parameter.numel() for parameter, _ in shared]
+        flat = torch.zeros(sum(n * s for n, s in zip(sizes, slots, strict=True)), dtype=dtype, device=world.device)
+        views: list[Tensor] = []
+        for (parameter, cut), size, chunk in zip(
+            shared, sizes, flat.split([n * s for n, s in zip(sizes, slots, strict=True)]), strict=True
+        ):
+            slot = world.rank // cut.copies if cut else 0
+            views.append(chunk[slot * size : (slot + 1) * size].view_as(parameter))
+            if parameter.grad is not None:
+                views[-1].copy_(parameter.grad)
+        dist.all_reduce(flat, group=world.group)
+        for (parameter, _), view in zip(shared, views, strict=True):
+            parameter.grad = view.clone()
