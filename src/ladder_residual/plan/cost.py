@@ -1,0 +1,204 @@
+"""Time and memory of one module on one tensor-parallel rank.
+
+A matrix kernel takes the longer of reading its bytes and doing its FLOPs at the rates the device *achieves*; a module adds the
+gaps between its kernels (``EngineProfile.module_us``), which is the whole cost of a small one. Units: microseconds and bytes.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import NamedTuple
+
+from ..presets import ModelShape
+from .hardware import Device, near
+
+DTYPE_BYTES = 2  # fp16 and bf16
+# A product with few rows fills only part of the matrix units: it costs as much as one with a tile more rows.
+TILE_ROWS = 64
+RUNTIME_BYTES = 1.5e9  # CUDA context, communication buffers, graphs
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineProfile:
+    """See ``data/plan/engines.toml`` for what each number means and where it comes from."""
+
+    name: str
+    title: str
+    read_share: float
+    module_us: float
+    module_us_batched: float
+    attention_share: float
+    multiply_share: float = 1.0
+    step_us: float = 0.0
+    lane_bandwidth: float = 0.0  # 0: the engine has no two-lane schedule
+    kv_reads_per_head: bool = False
+    static_cache: bool = False
+    sharded_vocabulary: bool = True
+    head_on_prompt: bool = False
+    source: str = ""
+
+
+@cache
+def engines() -> dict[str, EngineProfile]:
+    document = tomllib.loads(resources.files("ladder_residual").joinpath("data/plan/engines.toml").read_text())
+    known = {field.name for field in fields(EngineProfile)}
+    assert all(set(row) <= known for row in document["engines"].values())
+    return {name: EngineProfile(name=name, **row) for name, row in document["engines"].items()}
+
+
+def engine(name: str) -> EngineProfile:
+    if name not in engines():
+        raise ValueError(f"unknown engine {name!r}{near(name, engines())}; choose from {', '.join(engines())}")
+    return engines()[name]
+
+
+class Work(NamedTuple):
+    """Microseconds of one piece of compute by what limits it."""
+
+    memory_us: float = 0.0
+    flop_us: float = 0.0
+    overhead_us: float = 0.0
+
+    @property
+    def us(self) -> float:
+        return self.memory_us + self.flop_us + self.overhead_us
+
+    def plus(self, other: Work) -> Work:
+        return Work(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Phase(NamedTuple):
+    """One forward pass: ``tokens`` new tokens of each of ``batch`` sequences, ``context`` tokens in the cache afterwards."""
+
+    batch: int
+    tokens: int
+    context: float
+
+    @property
+    def rows(self) -> int:
+        return self.batch * self.tokens
+
+
+@dataclass(frozen=True)
+class RankShape:
+    """A rank's share of a model; refuses a number of ranks that does not divide it."""
+
+    model: ModelShape
+    tp: int
+
+    def __post_init__(self) -> None:
+        if self.tp < 1:
+            raise ValueError(f"tp must be at least 1, got {self.tp}")
+        for what, size in (("attention heads", self.model.num_heads), ("MLP columns", self.model.intermediate_size)):
+            if size % self.tp:
+                possible = [n for n in (1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 32, 36) if self._divides(n)]
+                raise ValueError(f"tp={self.tp} does not divide the {size} {what}; use one of {', '.join(map(str, possible))}")
+        kv = self.model.num_kv_heads
+        if kv % self.tp and self.tp % kv:
+            raise ValueError(f"tp={self.tp} neither divides the {kv} KV heads nor is a multiple of them")
+
+    def _divides(self, tp: int) -> bool:
+        kv = self.model.num_kv_heads
+        return not (self.model.num_heads % tp or self.model.intermediate_size % tp or (kv % tp and tp % kv))
+
+    @property
+    def heads(self) -> int:
+        return self.model.num_heads // self.tp
+
+    @property
+    def kv_heads(self) -> int:
+        return max(1, self.model.num_kv_heads // self.tp)  # replicated when there are more ranks than KV heads
+
+    @property
+    def columns(self) -> int:
+        return self.model.intermediate_size // self.tp
+
+    @property
+    def attention_parameters(self) -> int:
+        return self.model.hidden_size * self.model.head_dim * (2 * self.heads + 2 * self.kv_heads)
+
+    @property
+    def mlp_parameters(self) -> int:
+        return self.model.hidden_size * self.columns * (3 if self.model.gated_mlp else 2)
+
+    def kv_bytes_per_token(self) -> int:
+        """Of one layer and one sequence: keys and values."""
+        return 2 * self.kv_heads * self.model.head_dim * DTYPE_BYTES
+
+
+@dataclass(frozen=True)
+class RankCost:
+    """Cost of the modules of one rank on a device with an engine."""
+
+    shape: RankShape
+    device: Device
+    engine: EngineProfile
+
+    def attention(self, phase: Phase) -> Work:
+        """Projections and attention over the cache, without any all-reduce."""
+        model, share = self.shape.model, self.engine.attention_share
+        qkv = self.shape.heads + 2 * self.shape.kv_heads
+        work = self._product(phase.rows, model.hidden_size, qkv * model.head_dim)
+        work = work.plus(self._cache(phase))
+        work = work.plus(self._product(phase.rows, self.shape.heads * model.head_dim, model.hidden_size))
+        return work.plus(Work(overhead_us=2 * share * self._module_us(phase)))
+
+    def mlp(self, phase: Phase) -> Work:
+        model = self.shape.model
+        up = self._product(phase.rows, model.hidden_size, self.shape.columns * (2 if model.gated_mlp else 1))
+        down = self._product(phase.rows, self.shape.columns, model.hidden_size)
+        overhead = 2 * (1 - self.engine.attention_share) * self._module_us(phase)
+        return up.plus(down).plus(Work(overhead_us=overhead))
+
+    def head(self, phase: Phase) -> Work:
+        """Logits: of the last token of each sequence, unless the engine computes those of the whole prompt."""
+        rows = phase.rows if self.engine.head_on_prompt else phase.batch
+        ranks = self.shape.tp if self.engine.sharded_vocabulary else 1
+        work = self._product(rows, self.shape.model.hidden_size, self.shape.model.vocab_size / ranks)
+        return work.plus(Work(overhead_us=self.engine.step_us))
+
+    def message_bytes(self, phase: Phase) -> int:
+        return phase.rows * self.shape.model.hidden_size * DTYPE_BYTES
+
+    def memory_bytes(self, batch: int, prompt: int, new: int) -> dict[str, float]:
+        """Bytes a rank needs: weights, KV cache, the largest activations of a prefill, and the runtime's own."""
+        model, shape = self.shape.model, self.shape
+        vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
+        vocabulary /= shape.tp if self.engine.sharded_vocabulary else 1
+        layer = shape.attention_parameters + shape.mlp_parameters + 2 * model.hidden_size
+        rows = batch * prompt
+        widest = max(2 * shape.columns, (shape.heads + 2 * shape.kv_heads) * model.head_dim)
+        logits = (rows if self.engine.head_on_prompt else batch) * model.vocab_size
+        logits /= shape.tp if self.engine.sharded_vocabulary else 1
+        return {
+            "weights": DTYPE_BYTES * (model.num_layers * layer + vocabulary),
+            "kv_cache": float(model.num_layers * batch * (prompt + new) * shape.kv_bytes_per_token()),
+            "activations": DTYPE_BYTES * (rows * (3 * model.hidden_size + widest) + logits),
+            "runtime": RUNTIME_BYTES,
+        }
+
+    def _module_us(self, phase: Phase) -> float:
+        return self.engine.module_us if phase.rows == 1 else self.engine.module_us_batched
+
+    def _bandwidth(self) -> float:
+        """Bytes per microsecond that kernels of this engine read."""
+        return self.device.bandwidth_gbs * 1e3 * self.device.bandwidth_share * self.engine.read_share
+
+    def _flop_rate(self) -> float:
+        return self.device.tflops * 1e6 * self.device.flop_share * self.engine.multiply_share
+
+    def _product(self, rows: int, inner: float, columns: float) -> Work:
+        read = DTYPE_BYTES * (inner * columns + rows * (inner + columns)) / self._bandwidth()
+        multiply = 2.0 * (rows + TILE_ROWS) * inner * columns / self._flop_rate()
+        return Work(memory_us=read) if read >= multiply else Work(flop_us=multiply)
+
+    def _cache(self, phase: Phase) -> Work:
+        repeats = self.shape.heads / self.shape.kv_heads if self.engine.kv_reads_per_head else 1.0
+        read = phase.batch * phase.context * self.shape.kv_bytes_per_token() * repeats / self._bandwidth()
+        # Scores and values: every query token against the tokens before it (half of the square in a prefill).
+        pairs = phase.batch * phase.tokens * (phase.context - (phase.tokens - 1) / 2)
+        multiply = 4.0 * pairs * self.shape.heads * self.shape.model.head_dim / self._flop_rate()
+        return Work(memory_us=read) if read >= multiply else Work(flop_us=multiply)

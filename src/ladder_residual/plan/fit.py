@@ -1,0 +1,113 @@
+"""The fitted constants: what each means, which points it was fitted on, and the fit itself (``ladder plan validate --refit``).
+
+Least squares on the logarithm of predicted / measured over the points marked ``fit`` in ``data/plan``. The shipped values in
+``engines.toml`` and ``links.toml`` are the rounded result; a test runs the fit again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from .cost import engines
+from .hardware import Link, shipped
+from .points import Point, emulated_points, paper_points
+
+TABLE = "70B, TP8, NVLink, batch 1 and 64: standard, ladder, no-comm; batch 4 no-comm; TP2 no-comm"
+
+
+@dataclass(frozen=True)
+class Constant:
+    family: str  # engine or link
+    owner: str
+    name: str
+    meaning: str
+    fitted_on: str
+    data: str = "paper"  # which points: paper or emulated
+
+    @property
+    def key(self) -> str:
+        return f"{self.owner}.{self.name}"
+
+    @property
+    def shipped(self) -> float:
+        if self.family == "engine":
+            return float(getattr(engines()[self.owner], self.name))
+        hardware = shipped()
+        return float(getattr(hardware.link(self.owner, hardware.device("h100")), self.name))
+
+
+CONSTANTS = (
+    Constant("engine", "paper", "read_share", "share of the achieved bandwidth its kernels read at", TABLE),
+    Constant("engine", "paper", "module_us", "gaps and small kernels of a module at batch 1, us", TABLE),
+    Constant("engine", "paper", "module_us_batched", "the same at batch > 1, us", TABLE),
+    Constant("engine", "paper", "multiply_share", "share of the achieved FLOP rate in prefill", TABLE),
+    Constant("link", "nccl", "in_situ_us", "cost of a call inside a model above nccl-tests, us", TABLE),
+    Constant("link", "nccl", "memory_contention", "share of memory-bound progress lost beside NCCL", TABLE),
+    Constant("link", "nccl", "flop_contention", "share of FLOP-bound progress lost beside NCCL", TABLE + "; ladder prefill gain"),
+    Constant("link", "nccl-no-p2p", "alpha_us", "latency with P2P off, us", "70B, P2P off: standard, batch 1 and 64"),
+    Constant("link", "nccl-no-p2p", "bandwidth_gbs", "bus bandwidth with P2P off, GB/s", "70B, P2P off: standard, batch 1 and 64"),
+    Constant("link", "nccl-no-p2p", "memory_contention", "as above, beside NCCL with P2P off", "70B, P2P off: ladder, batch 64"),
+    Constant("link", "ib-2-nodes", "alpha_us", "latency over two nodes, us", "405B: no-comm, batch 1 and 16"),
+    Constant("link", "ib-2-nodes", "bandwidth_gbs", "bus bandwidth over two nodes, GB/s", "405B: no-comm, batch 1 and 16"),
+    Constant("link", "ib-2-nodes-no-p2p", "alpha_us", "the same with P2P off, us", "405B, P2P off: no-comm, batch 1 and 16"),
+    Constant("link", "ib-2-nodes-no-p2p", "bandwidth_gbs", "the same with P2P off, GB/s", "405B, P2P off: no-comm, batch 1 and 16"),
+    Constant("engine", "compiled", "module_us", "as above, torch.compile per block", "emulated, batch 1, no all-reduce", "emulated"),
+    Constant("engine", "compiled", "module_us_batched", "as above", "emulated, batch 16, no all-reduce", "emulated"),
+    Constant("engine", "fused", "module_us", "as above, our Triton kernels", "emulated, batch 1, no all-reduce", "emulated"),
+    Constant("engine", "fused", "lane_bandwidth", "bandwidth share two lanes reach", "emulated, two lanes, no all-reduce", "emulated"),
+    Constant("link", "emulated", "in_situ_us", "cost of an emulated call above its wait, us", "fused, standard, 10 us", "emulated"),
+    Constant("link", "emulated", "memory_contention", "as above, beside a waiting kernel", "fused, ladder, 24 us", "emulated"),
+)
+# Links that were not measured beside compute take the contention of the link they are most like.
+INHERIT = {"ib-2-nodes": "nccl", "ib-2-nodes-no-p2p": "nccl-no-p2p"}
+
+
+def points_with(values: Mapping[str, float], data: str) -> list[Point]:
+    """The points of ``data``, predicted with other constants than the shipped ones."""
+
+    def link_of(link: Link) -> Link:
+        own = {c.name: values[c.key] for c in CONSTANTS if c.family == "link" and c.owner == link.name and c.key in values}
+        if "nccl.flop_contention" in values and link.name != "emulated":
+            own["flop_contention"] = values["nccl.flop_contention"]
+        if link.name in INHERIT:
+            own["memory_contention"] = values[f"{INHERIT[link.name]}.memory_contention"]
+        return replace(link, **own)
+
+    profiles = {
+        name: replace(profile, **{c.name: values[c.key] for c in CONSTANTS if c.family == "engine" and c.owner == name and c.key in values})
+        for name, profile in engines().items()
+    }
+    return (paper_points if data == "paper" else emulated_points)(profiles.__getitem__, link_of)
+
+
+def fit(data: str, rounds: int = 12) -> dict[str, float]:
+    """Gauss-Newton from the shipped values; returns constant -> fitted value."""
+    import numpy as np
+
+    names = [c.key for c in CONSTANTS if c.data == data]
+    start = [c.shipped for c in CONSTANTS if c.data == data]
+
+    def residuals(logs: Sequence[float]) -> np.ndarray:
+        values = dict(zip(names, np.exp(logs).tolist(), strict=True))
+        points = [p for p in points_with(values, data) if p.role == "fit" and not _is_quotient(p)]
+        return np.array([math.log(p.predicted() / p.measured) for p in points])
+
+    logs = np.log(np.array(start))
+    for _ in range(rounds):
+        here = residuals(logs)
+        step = 1e-3
+        slopes = np.array([(residuals(logs + step * unit) - here) / step for unit in np.eye(len(logs))]).T
+        # A little damping keeps a constant that hardly matters from wandering.
+        change = np.linalg.solve(slopes.T @ slopes + 1e-5 * np.eye(len(logs)), -slopes.T @ here)
+        change = np.clip(change, -0.3, 0.3)
+        logs = logs + change
+        if np.abs(change).max() < 1e-3:
+            break
+    return dict(zip(names, np.exp(logs).tolist(), strict=True))
+
+
+def _is_quotient(point: Point) -> bool:
+    """A speed-up that was computed from two tokens/s of the same table: it carries no information of its own."""
+    return point.source == "paper" and point.group.startswith("70B") and point.quantity == "speedup"

@@ -1,0 +1,144 @@
+"""Points to compare with: the paper's, our emulated rank's, and result files, each as (what was measured, what the model says).
+
+A point is ``fit`` (constants were fitted on it, so agreeing proves nothing) or ``check``. Result files are always ``check``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from ..presets import presets
+from .cost import EngineProfile, engines
+from .hardware import Hardware, Link, shipped
+from .planner import Case
+
+# For fitting: the shipped profile or link by name, or one with other constants.
+EngineOf = Callable[[str], EngineProfile]
+LinkOf = Callable[[Link], Link]
+
+
+@dataclass(frozen=True)
+class Point:
+    source: str  # paper, emulated, engine, overlap
+    group: str
+    role: str
+    case: Case
+    wiring: str
+    quantity: str  # tokens_per_second, speedup, prefill_speedup, decode_speedup, ms_per_step
+    measured: float
+    context: float = 0.0  # of ms_per_step
+
+    @property
+    def name(self) -> str:
+        link = self.case.link.name if self.source == "paper" else f"{self.case.link.alpha_us:.4g} us"
+        return f"{self.group}: {self.wiring}, tp {self.case.tp}, batch {self.case.batch}, {link}"
+
+    def predicted(self) -> float:
+        case = self.case
+        if self.quantity == "ms_per_step":
+            phase = case.decode_phase()._replace(context=self.context)
+            return case.timeline(self.wiring, phase).us / 1e3
+        ours = case.seconds(self.wiring)
+        if self.quantity == "tokens_per_second":
+            return case.batch * case.new / sum(ours)
+        standard = case.seconds("standard")
+        parts = {"speedup": slice(0, 2), "prefill_speedup": slice(0, 1), "decode_speedup": slice(1, 2)}[self.quantity]
+        return sum(standard[parts]) / sum(ours[parts])
+
+
+@cache
+def document(name: str) -> dict[str, Any]:
+    return json.loads(resources.files("ladder_residual").joinpath(f"data/plan/{name}.json").read_text())
+
+
+def paper_points(engine_of: EngineOf = engines().__getitem__, link_of: LinkOf = lambda link: link) -> list[Point]:
+    """Every speed number of the paper; the 70B table also as speed-up over its standard column."""
+    data, hardware = document("paper"), shipped()
+    setting = data["setting"]
+    device = hardware.device(setting["device"])
+    points = []
+    standard = {_key(row): row for row in data["points"] if row["wiring"] == "standard"}
+    for row in data["points"]:
+        case = Case(
+            model=presets()[row["model"]],
+            device=device,
+            link=link_of(hardware.link(row["link"], device)),
+            engine=engine_of(setting["engine"]),
+            tp=row["tp"],
+            batch=row["batch"],
+            prompt=setting["prompt"],
+            new=setting["new"],
+        )
+        quantity, value = row["quantity"], row["value"]
+        if quantity.endswith("_gain_percent"):  # latency gain g % is a speed-up of 1 / (1 - g / 100)
+            quantity, value = quantity.replace("_gain_percent", "_speedup"), 1 / (1 - value / 100)
+        group = f"{row['group']} {row['model']}" if row["group"] == "sizes" else row["group"]
+        points.append(Point("paper", group, row["role"], case, row["wiring"], quantity, value))
+        base = standard.get(_key(row))
+        if base is not None and row["wiring"] != "standard":
+            # A quotient of two numbers is a fit point as soon as both were fitted.
+            role = "fit" if row["role"] == base["role"] == "fit" else "check"
+            points.append(Point("paper", group, role, case, row["wiring"], "speedup", value / base["value"]))
+    return points
+
+
+def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["group"], row["model"], row["tp"], row["batch"], row["link"]
+
+
+def emulated_points(engine_of: EngineOf = engines().__getitem__, link_of: LinkOf = lambda link: link) -> list[Point]:
+    data = document("emulated")
+    setting = data["setting"]
+    rows = ({**setting, **row, "context": setting["context"]} for row in data["points"])
+    return [_emulated_point(row, "emulated", shipped(), engine_of, link_of) for row in rows]
+
+
+def result_points(paths: Iterable[str | Path], source: str, hardware: Hardware) -> list[Point]:
+    """Points of result files: JSON with ``points`` like ``data/plan/emulated.json`` (``setting`` holds what they share)."""
+    points = []
+    for path in paths:
+        try:
+            data = json.loads(Path(path).read_text())
+            rows = [{**data.get("setting", {}), **row, "role": "check"} for row in data["points"]]
+            points += [_emulated_point(row, source, hardware, engines().__getitem__, lambda link: link) for row in rows]
+        except (OSError, json.JSONDecodeError) as error:
+            raise ValueError(f"{path} is not a readable JSON result: {error}") from error
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}: a result needs points with device, model, tp, context, engine, batch, allreduce_us, wiring and ms; "
+                f"missing or wrong: {error}"
+            ) from error
+    return points
+
+
+def _emulated_point(row: Mapping[str, Any], source: str, hardware: Hardware, engine_of: EngineOf, link_of: LinkOf) -> Point:
+    device = hardware.device(row["device"])
+    link = link_of(hardware.link("emulated", device))
+    wait = float(row["allreduce_us"])
+    link = replace(link, alpha_us=wait, in_situ_us=link.in_situ_us if wait else 0.0)
+    model = row["model"] if isinstance(row["model"], str) else None
+    case = Case(
+        model=presets()[model] if model else _shape(row["model"]),
+        device=device,
+        link=link,
+        engine=engine_of(row["engine"]),
+        tp=int(row["tp"]),
+        batch=int(row["batch"]),
+        prompt=1,
+        new=2,
+        real_ranks=False,
+    )
+    group = f"{row['engine']} on {row['device']}"
+    return Point(source, group, row["role"], case, row["wiring"], "ms_per_step", float(row["ms"]), float(row["context"]))
+
+
+def _shape(row: Mapping[str, Any]) -> Any:
+    from ..presets import ModelShape
+
+    return ModelShape(**row)
