@@ -33,7 +33,7 @@ class EngineProfile:
     attention_share: float
     multiply_share: float = 1.0
     step_us: float = 0.0
-    lane_bandwidth: float = 0.0  # 0: the engine has no two-lane schedule
+    lane_overlap: float = 0.0  # 0: the engine has no two-lane schedule
     kv_reads_per_head: bool = False
     static_cache: bool = False
     sharded_vocabulary: bool = True
@@ -166,13 +166,12 @@ class RankCost:
     def memory_bytes(self, batch: int, prompt: int, new: int) -> dict[str, float]:
         """Bytes a rank needs: weights, KV cache, the largest activations of a prefill, and the runtime's own."""
         model, shape = self.shape.model, self.shape
-        vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2)
-        vocabulary /= shape.tp if self.engine.sharded_vocabulary else 1
+        ranks = shape.tp if self.engine.sharded_vocabulary else 1
+        vocabulary = model.vocab_size * model.hidden_size * (1 if model.tied_embeddings else 2) / ranks
         layer = shape.attention_parameters + shape.mlp_parameters + 2 * model.hidden_size
         rows = batch * prompt
         widest = max(2 * shape.columns, (shape.heads + 2 * shape.kv_heads) * model.head_dim)
-        logits = (rows if self.engine.head_on_prompt else batch) * model.vocab_size
-        logits /= shape.tp if self.engine.sharded_vocabulary else 1
+        logits = (rows if self.engine.head_on_prompt else batch) * model.vocab_size / ranks
         return {
             "weights": DTYPE_BYTES * (model.num_layers * layer + vocabulary),
             "kv_cache": float(model.num_layers * batch * (prompt + new) * shape.kv_bytes_per_token()),

@@ -9,8 +9,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
-from .cost import engines
+from .cost import EngineProfile, engines
 from .hardware import Link, shipped
 from .points import Point, emulated_points, paper_points
 
@@ -38,6 +39,11 @@ class Constant:
         return float(getattr(hardware.link(self.owner, hardware.device("h100")), self.name))
 
 
+P2P_OFF = "70B, P2P off: standard, batch 1 and 64"
+NODES = "405B: no-comm, batch 1 and 16"
+NODES_OFF = "405B, P2P off: no-comm, batch 1 and 16"
+EMULATED = "emulated"
+
 CONSTANTS = (
     Constant("engine", "paper", "read_share", "share of the achieved bandwidth its kernels read at", TABLE),
     Constant("engine", "paper", "module_us", "gaps and small kernels of a module at batch 1, us", TABLE),
@@ -45,20 +51,26 @@ CONSTANTS = (
     Constant("engine", "paper", "multiply_share", "share of the achieved FLOP rate in prefill", TABLE),
     Constant("link", "nccl", "in_situ_us", "cost of a call inside a model above nccl-tests, us", TABLE),
     Constant("link", "nccl", "memory_contention", "share of memory-bound progress lost beside NCCL", TABLE),
-    Constant("link", "nccl", "flop_contention", "share of FLOP-bound progress lost beside NCCL", TABLE + "; ladder prefill gain"),
-    Constant("link", "nccl-no-p2p", "alpha_us", "latency with P2P off, us", "70B, P2P off: standard, batch 1 and 64"),
-    Constant("link", "nccl-no-p2p", "bandwidth_gbs", "bus bandwidth with P2P off, GB/s", "70B, P2P off: standard, batch 1 and 64"),
-    Constant("link", "nccl-no-p2p", "memory_contention", "as above, beside NCCL with P2P off", "70B, P2P off: ladder, batch 64"),
-    Constant("link", "ib-2-nodes", "alpha_us", "latency over two nodes, us", "405B: no-comm, batch 1 and 16"),
-    Constant("link", "ib-2-nodes", "bandwidth_gbs", "bus bandwidth over two nodes, GB/s", "405B: no-comm, batch 1 and 16"),
-    Constant("link", "ib-2-nodes-no-p2p", "alpha_us", "the same with P2P off, us", "405B, P2P off: no-comm, batch 1 and 16"),
-    Constant("link", "ib-2-nodes-no-p2p", "bandwidth_gbs", "the same with P2P off, GB/s", "405B, P2P off: no-comm, batch 1 and 16"),
-    Constant("engine", "compiled", "module_us", "as above, torch.compile per block", "emulated, batch 1, no all-reduce", "emulated"),
-    Constant("engine", "compiled", "module_us_batched", "as above", "emulated, batch 16, no all-reduce", "emulated"),
-    Constant("engine", "fused", "module_us", "as above, our Triton kernels", "emulated, batch 1, no all-reduce", "emulated"),
-    Constant("engine", "fused", "lane_bandwidth", "bandwidth share two lanes reach", "emulated, two lanes, no all-reduce", "emulated"),
-    Constant("link", "emulated", "in_situ_us", "cost of an emulated call above its wait, us", "fused, standard, 10 us", "emulated"),
-    Constant("link", "emulated", "memory_contention", "as above, beside a waiting kernel", "fused, ladder, 24 us", "emulated"),
+    Constant(
+        "link", "nccl", "flop_contention", "share of FLOP-bound progress lost beside NCCL", TABLE + "; ladder prefill gain"
+    ),
+    Constant("link", "nccl-no-p2p", "alpha_us", "latency with P2P off, us", P2P_OFF),
+    Constant("link", "nccl-no-p2p", "bandwidth_gbs", "bus bandwidth with P2P off, GB/s", P2P_OFF),
+    Constant(
+        "link", "nccl-no-p2p", "memory_contention", "as above, beside NCCL with P2P off", "70B, P2P off: ladder, batch 64"
+    ),
+    Constant("link", "ib-2-nodes", "alpha_us", "latency over two nodes, us", NODES),
+    Constant("link", "ib-2-nodes", "bandwidth_gbs", "bus bandwidth over two nodes, GB/s", NODES),
+    Constant("link", "ib-2-nodes-no-p2p", "alpha_us", "the same with P2P off, us", NODES_OFF),
+    Constant("link", "ib-2-nodes-no-p2p", "bandwidth_gbs", "the same with P2P off, GB/s", NODES_OFF),
+    Constant("engine", "compiled", "module_us", "as above, torch.compile per block", "batch 1, no all-reduce", EMULATED),
+    Constant("engine", "compiled", "module_us_batched", "as above", "batch 16, no all-reduce", EMULATED),
+    Constant("engine", "fused", "module_us", "as above, our Triton kernels", "batch 1, no all-reduce", EMULATED),
+    Constant("engine", "fused", "lane_overlap", "how well two lanes fill gaps", "two lanes, no all-reduce", EMULATED),
+    Constant(
+        "link", "emulated", "in_situ_us", "cost of an emulated call above its wait, us", "fused, standard, 10 us", EMULATED
+    ),
+    Constant("link", "emulated", "memory_contention", "as above, beside a waiting kernel", "fused, ladder, 24 us", EMULATED),
 )
 # Links that were not measured beside compute take the contention of the link they are most like.
 INHERIT = {"ib-2-nodes": "nccl", "ib-2-nodes-no-p2p": "nccl-no-p2p"}
@@ -68,18 +80,22 @@ def points_with(values: Mapping[str, float], data: str) -> list[Point]:
     """The points of ``data``, predicted with other constants than the shipped ones."""
 
     def link_of(link: Link) -> Link:
-        own = {c.name: values[c.key] for c in CONSTANTS if c.family == "link" and c.owner == link.name and c.key in values}
+        own: dict[str, Any] = {
+            c.name: values[c.key] for c in CONSTANTS if (c.family, c.owner) == ("link", link.name) and c.key in values
+        }
         if "nccl.flop_contention" in values and link.name != "emulated":
             own["flop_contention"] = values["nccl.flop_contention"]
         if link.name in INHERIT:
             own["memory_contention"] = values[f"{INHERIT[link.name]}.memory_contention"]
         return replace(link, **own)
 
-    profiles = {
-        name: replace(profile, **{c.name: values[c.key] for c in CONSTANTS if c.family == "engine" and c.owner == name and c.key in values})
-        for name, profile in engines().items()
-    }
-    return (paper_points if data == "paper" else emulated_points)(profiles.__getitem__, link_of)
+    def engine_of(name: str) -> EngineProfile:
+        own: dict[str, Any] = {
+            c.name: values[c.key] for c in CONSTANTS if (c.family, c.owner) == ("engine", name) and c.key in values
+        }
+        return replace(engines()[name], **own)
+
+    return (paper_points if data == "paper" else emulated_points)(engine_of, link_of)
 
 
 def fit(data: str, rounds: int = 12) -> dict[str, float]:

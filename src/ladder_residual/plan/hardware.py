@@ -110,7 +110,8 @@ class Hardware:
             return link
         curves = tables().get((device.allreduce, row["library"]))
         if curves is None:
-            fitting = [n for n, r in self.link_rows.items() if "library" not in r or (device.allreduce, r["library"]) in tables()]
+            measured = {library for owner, library in tables() if owner == device.allreduce}
+            fitting = [n for n, r in self.link_rows.items() if r.get("library", "") in {"", *measured}]
             raise ValueError(
                 f"link {name} was not measured on device {device.name}; links for it: {', '.join(fitting)} "
                 "(or add one: [links.NAME] alpha_us, bandwidth_gbs in a TOML file)"
@@ -127,9 +128,8 @@ class Hardware:
             raise ValueError(f"hardware file {path} is not valid TOML: {error}") from error
         strange = set(document) - {"devices", "links"}
         if strange or not document:
-            raise ValueError(
-                f"hardware file {path}: expected [devices.NAME] and [links.NAME] tables, found {_words(sorted(strange)) or 'nothing'}"
-            )
+            found = _words(sorted(strange)) or "nothing"
+            raise ValueError(f"hardware file {path}: expected [devices.NAME] and [links.NAME] tables, found {found}")
         added = _read(document, str(path))
         return Hardware({**self.devices, **added.devices}, {**self.link_rows, **added.link_rows})
 
@@ -172,6 +172,10 @@ def _make(kind: type, row: Mapping[str, Any], where: str) -> Any:
             raise ValueError(f"{where}: {key} must be {'text' if wants_text else 'a number'}, got {value!r:.60}")
         if isinstance(value, int | float) and not value >= 0:
             raise ValueError(f"{where}: {key} must not be negative, got {value!r}")
+        if key.endswith(("_contention", "_share")) and not 0 <= float(value) <= 1:
+            raise ValueError(f"{where}: {key} is a share from 0 to 1, got {value!r}")
+        if key.endswith("_contention") and value == 1:
+            raise ValueError(f"{where}: {key} = 1 would stop all compute beside an all-reduce; give less than 1")
     for key in ("memory_gb", "bandwidth_gbs", "tflops") if kind is Device else ():
         if row.get(key, 0) <= 0:
             raise ValueError(f"{where} needs {key}, a number above 0, got {row.get(key)!r}")

@@ -36,7 +36,8 @@ def resolve_model(name: str) -> tuple[str, ModelShape]:
     matches = difflib.get_close_matches(name.lower(), presets(), n=3, cutoff=0.4)
     hint = f"; near: {', '.join(matches)}" if matches else ""
     raise ValueError(
-        f"unknown model {name!r}{hint}; give a preset ({', '.join(presets())}), a directory with config.json, or a hub id owner/name"
+        f"unknown model {name!r}{hint}; give a preset ({', '.join(presets())}), a directory with config.json, "
+        "or a hub id owner/name"
     )
 
 

@@ -1,21 +1,19 @@
 """``plan``: what a model would do on a device, over a link, under each wiring. No torch, no GPU.
 
-    >>> [row] = plan("llama-3-70b", device="h100", tp=[8], link=["nccl"], batch=[1])
-    >>> row.speedup["ladder"] > 1.2
-    True
+>>> [row] = plan("llama-3-70b", device="h100", tp=[8], link=["nccl"], batch=[1])
+>>> row.speedup["ladder"] > 1.2
+True
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import lru_cache
-from pathlib import Path
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..config import Wiring
 from ..presets import ModelShape
-from .cost import EngineProfile, Phase, RankCost, RankShape, Work, engine, engines
+from .cost import EngineProfile, Phase, RankCost, RankShape, engine
 from .hardware import Device, Hardware, Link, shipped
 from .models import resolve_model
 from .schedule import LayerCost, Timeline, build, simulate
@@ -24,6 +22,7 @@ TWO_LANES = "ladder two-lane"
 # Spec of each row of the table; two lanes is a schedule of the ladder wiring, not a wiring of its own.
 WIRINGS = ("standard", "ladder", TWO_LANES, "ladder:last-half", "parallel", "desync-2x", "desync-4x", "delayed-1", "no-comm")
 DEFAULT_ENGINE = "fused"
+PARALLEL_SAVING = 1 / 3  # of a module's gaps: the parallel wiring has one norm and one launch fewer per layer, of about six
 EDGE_COLLECTIVES = 2  # of a sharded vocabulary: the sum of the embeddings, the gathering of the logits
 
 
@@ -60,7 +59,7 @@ class Case:
     def timeline(self, wiring: str, phase: Phase) -> Timeline:
         """The simulated forward pass of ``phase``."""
         two_lanes = wiring == TWO_LANES
-        if two_lanes and not self.engine.lane_bandwidth:
+        if two_lanes and not self.engine.lane_overlap:
             raise ValueError(f"engine {self.engine.name} has no two-lane schedule")
         rank = self.rank()
         size = rank.message_bytes(phase)
@@ -69,12 +68,12 @@ class Case:
             mlp=rank.mlp(phase),
             allreduce_us=self.link.us(size, self.tp),
             link=self.link,
-            fused_saving_us=2 * self.engine.module_us / 6,
+            fused_saving_us=PARALLEL_SAVING * self.engine.module_us,
         )
         edges = EDGE_COLLECTIVES if self.engine.sharded_vocabulary and self.real_ranks else 0
         spec = Wiring.parse("ladder" if two_lanes else wiring, self.model.num_layers)
         tasks = build(spec, cost, head=rank.head(phase), two_lanes=two_lanes, edge_us=edges * self.link.us(size, self.tp))
-        return simulate(tasks, self.engine.lane_bandwidth if two_lanes else 1.0)
+        return simulate(tasks, self.engine.lane_overlap if two_lanes else 1.0)
 
     def seconds(self, wiring: str) -> tuple[float, float]:
         """(prefill, all decode steps); the prefill gives the first new token."""
@@ -87,4 +86,150 @@ class Case:
         return self.batch * self.new / sum(self.seconds(wiring))
 
     def wirings(self) -> tuple[str, ...]:
-        return tuple(name for name in WIRINGS if name != TWO_LANES or self.engine.lane_bandwidth)
+        return tuple(name for name in WIRINGS if name != TWO_LANES or self.engine.lane_overlap)
+
+    def memory_gb(self) -> dict[str, float]:
+        return {part: size / 1e9 for part, size in self.rank().memory_bytes(self.batch, self.prompt, self.new).items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRow:
+    """What one case gives. Times and speeds are of the ``standard`` wiring; ``speedup`` says the rest."""
+
+    model: str
+    device: str
+    link: str
+    engine: str
+    tp: int
+    batch: int
+    prompt: int
+    new: int
+    tokens_per_second: dict[str, float]  # by wiring, prefill included
+    ms_per_token: dict[str, float]  # by wiring: one decode step
+    prefill_ms: dict[str, float]
+    speedup: dict[str, float]  # over standard, whole generation
+    hidden_percent: dict[str, float]  # of the communication time of a decode step
+    allreduce_us: float  # one all-reduce of a decode step
+    limits: dict[str, float]  # per cent of a standard decode step: memory, FLOPs, gaps, waiting for all-reduces
+    limited_by: str
+    memory_gb: dict[str, float]
+    fits: bool
+
+    @property
+    def memory_total_gb(self) -> float:
+        return sum(self.memory_gb.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "memory_total_gb": self.memory_total_gb}
+
+
+def plan(
+    model: str | ModelShape,
+    *,
+    device: str = "h100",
+    tp: Sequence[int] = (8,),
+    link: Sequence[str] = ("nccl",),
+    batch: Sequence[int] = (1,),
+    prompt: int = 1024,
+    new: int = 512,
+    engine_name: str | None = None,
+    hardware: Hardware | None = None,
+) -> list[PlanRow]:
+    """One row per tp, link and batch. Raises ValueError if no row fits the device's memory."""
+    cases = make_cases(
+        model, device=device, tp=tp, link=link, batch=batch, prompt=prompt, new=new, engine_name=engine_name, hardware=hardware
+    )
+    rows = [evaluate(name, case) for name, case in cases]
+    if not any(row.fits for row in rows):
+        best = min(rows, key=lambda row: row.memory_total_gb)
+        room = cases[0][1].device.memory_gb
+        raise ValueError(
+            f"{best.model} does not fit: a rank of tp={best.tp} with batch {best.batch} needs {best.memory_total_gb:.0f} GB "
+            f"({best.memory_gb['weights']:.0f} GB of weights, {best.memory_gb['kv_cache']:.0f} GB of cache), "
+            f"{device} has {room:.0f} GB; use more ranks, a smaller batch or a larger device"
+        )
+    return rows
+
+
+def make_cases(
+    model: str | ModelShape,
+    *,
+    device: str,
+    tp: Sequence[int],
+    link: Sequence[str],
+    batch: Sequence[int],
+    prompt: int,
+    new: int,
+    engine_name: str | None = None,
+    hardware: Hardware | None = None,
+) -> list[tuple[str, Case]]:
+    """(model name, case) for every combination, checked."""
+    hardware = hardware or shipped()
+    name, shape = (model.family, model) if isinstance(model, ModelShape) else resolve_model(model)
+    place = hardware.device(device)
+    profile = engine(engine_name or place.engine or DEFAULT_ENGINE)
+    links = [hardware.link(one, place) for one in link]
+    if not (tp and link and batch):
+        raise ValueError("give at least one tp, one link and one batch")
+    cases = [
+        (name, Case(model=shape, device=place, link=one, engine=profile, tp=ranks, batch=size, prompt=prompt, new=new))
+        for ranks in tp
+        for one in links
+        for size in batch
+    ]
+    for _, case in cases:
+        case.rank()  # refuses a tp that does not divide the model
+        case.link.us(1024, case.tp)  # refuses a tp the link was not measured on
+    return cases
+
+
+def evaluate(name: str, case: Case) -> PlanRow:
+    decode = case.decode_phase()
+    speeds, steps, prefills, hidden = {}, {}, {}, {}
+    for wiring in case.wirings():
+        seconds = case.seconds(wiring)
+        step = case.timeline(wiring, decode)
+        speeds[wiring] = case.batch * case.new / sum(seconds)
+        steps[wiring], prefills[wiring] = step.us / 1e3, seconds[0] * 1e3
+        hidden[wiring] = 100 * step.hidden_share()
+    limits = step_limits(case, decode)
+    memory = case.memory_gb()
+    return PlanRow(
+        model=name,
+        device=case.device.name,
+        link=case.link.name,
+        engine=case.engine.name,
+        tp=case.tp,
+        batch=case.batch,
+        prompt=case.prompt,
+        new=case.new,
+        tokens_per_second=speeds,
+        ms_per_token=steps,
+        prefill_ms=prefills,
+        speedup={wiring: speed / speeds["standard"] for wiring, speed in speeds.items()},
+        hidden_percent=hidden,
+        allreduce_us=case.link.us(case.rank().message_bytes(decode), case.tp),
+        limits=limits,
+        limited_by=max(limits, key=limits.__getitem__),
+        memory_gb=memory,
+        fits=sum(memory.values()) <= case.device.memory_gb,
+    )
+
+
+def step_limits(case: Case, phase: Phase) -> dict[str, float]:
+    """Where the time of a standard forward pass goes, in per cent."""
+    rank, layers = case.rank(), case.model.num_layers
+    work = rank.head(phase)
+    for _ in range(layers):
+        work = work.plus(rank.attention(phase)).plus(rank.mlp(phase))
+    total = case.timeline("standard", phase).us
+    parts = {"memory": work.memory_us, "FLOPs": work.flop_us, "launch gaps": work.overhead_us, "all-reduce": total - work.us}
+    return {part: 100 * us / total for part, us in parts.items()}
+
+
+def hybrid_curve(case: Case, kind: str = "ladder", points: int = 17) -> list[tuple[int, float]]:
+    """(number of converted layers, speed-up over standard), converting the last k layers."""
+    layers = case.model.num_layers
+    counts = sorted({round(layers * i / (points - 1)) for i in range(points)})
+    standard = case.tokens_per_second("standard")
+    return [(k, case.tokens_per_second(f"{kind}:last-{k}" if k else "standard") / standard) for k in counts]

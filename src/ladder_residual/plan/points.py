@@ -13,10 +13,12 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..presets import presets
-from .cost import EngineProfile, engines
+from ..config import Wiring
+from ..presets import ModelShape
+from .cost import EngineProfile, Work, engine
 from .hardware import Hardware, Link, shipped
 from .planner import Case
+from .schedule import LayerCost, build, simulate
 
 # For fitting: the shipped profile or link by name, or one with other constants.
 EngineOf = Callable[[str], EngineProfile]
@@ -35,9 +37,20 @@ class Point:
     context: float = 0.0  # of ms_per_step
 
     @property
+    def tp(self) -> int:
+        return self.case.tp
+
+    @property
+    def batch(self) -> int:
+        return self.case.batch
+
+    @property
+    def link(self) -> str:
+        return self.case.link.name if self.source == "paper" else f"{self.case.link.alpha_us:.4g} us"
+
+    @property
     def name(self) -> str:
-        link = self.case.link.name if self.source == "paper" else f"{self.case.link.alpha_us:.4g} us"
-        return f"{self.group}: {self.wiring}, tp {self.case.tp}, batch {self.case.batch}, {link}"
+        return f"{self.group}: {self.wiring}, tp {self.tp}, batch {self.batch}, {self.link}"
 
     def predicted(self) -> float:
         case = self.case
@@ -48,8 +61,40 @@ class Point:
         if self.quantity == "tokens_per_second":
             return case.batch * case.new / sum(ours)
         standard = case.seconds("standard")
-        parts = {"speedup": slice(0, 2), "prefill_speedup": slice(0, 1), "decode_speedup": slice(1, 2)}[self.quantity]
-        return sum(standard[parts]) / sum(ours[parts])
+        parts = {"speedup": (0, 1), "prefill_speedup": (0,), "decode_speedup": (1,)}[self.quantity]
+        return sum(standard[part] for part in parts) / sum(ours[part] for part in parts)
+
+
+@dataclass(frozen=True)
+class SchedulePoint:
+    """A wiring measured beside its own compute and communication times (``ladder bench overlap``): tests the schedule alone."""
+
+    source: str
+    group: str
+    wiring: str
+    measured: float
+    tp: int
+    batch: int
+    link: str
+    layers: int
+    compute_ms: float
+    communication_ms: float
+    role: str = "check"
+    quantity: str = "ms_per_step"
+
+    @property
+    def name(self) -> str:
+        return f"{self.group}: {self.wiring}, tp {self.tp}, batch {self.batch}, {self.link}"
+
+    def predicted(self) -> float:
+        modules = 2 * self.layers
+        half = Work(overhead_us=1e3 * self.compute_ms / modules)
+        quiet = Link(name="measured", title="measured")
+        cost = LayerCost(half, half, 1e3 * self.communication_ms / modules, quiet)
+        return simulate(build(Wiring.parse(self.wiring, self.layers), cost)).us / 1e3
+
+
+AnyPoint = Point | SchedulePoint
 
 
 @cache
@@ -57,7 +102,7 @@ def document(name: str) -> dict[str, Any]:
     return json.loads(resources.files("ladder_residual").joinpath(f"data/plan/{name}.json").read_text())
 
 
-def paper_points(engine_of: EngineOf = engines().__getitem__, link_of: LinkOf = lambda link: link) -> list[Point]:
+def paper_points(engine_of: EngineOf = engine, link_of: LinkOf = lambda link: link) -> list[Point]:
     """Every speed number of the paper; the 70B table also as speed-up over its standard column."""
     data, hardware = document("paper"), shipped()
     setting = data["setting"]
@@ -66,7 +111,7 @@ def paper_points(engine_of: EngineOf = engines().__getitem__, link_of: LinkOf = 
     standard = {_key(row): row for row in data["points"] if row["wiring"] == "standard"}
     for row in data["points"]:
         case = Case(
-            model=presets()[row["model"]],
+            model=ModelShape.from_name(row["model"]),
             device=device,
             link=link_of(hardware.link(row["link"], device)),
             engine=engine_of(setting["engine"]),
@@ -92,29 +137,52 @@ def _key(row: Mapping[str, Any]) -> tuple[Any, ...]:
     return row["group"], row["model"], row["tp"], row["batch"], row["link"]
 
 
-def emulated_points(engine_of: EngineOf = engines().__getitem__, link_of: LinkOf = lambda link: link) -> list[Point]:
+def emulated_points(engine_of: EngineOf = engine, link_of: LinkOf = lambda link: link) -> list[Point]:
     data = document("emulated")
     setting = data["setting"]
     rows = ({**setting, **row, "context": setting["context"]} for row in data["points"])
     return [_emulated_point(row, "emulated", shipped(), engine_of, link_of) for row in rows]
 
 
-def result_points(paths: Iterable[str | Path], source: str, hardware: Hardware) -> list[Point]:
-    """Points of result files: JSON with ``points`` like ``data/plan/emulated.json`` (``setting`` holds what they share)."""
-    points = []
+def result_points(paths: Iterable[str | Path], source: str, hardware: Hardware) -> list[AnyPoint]:
+    """Points of result files: ``ladder bench overlap`` documents, or ``points`` as in ``data/plan/emulated.json``."""
+    points: list[AnyPoint] = []
     for path in paths:
         try:
             data = json.loads(Path(path).read_text())
-            rows = [{**data.get("setting", {}), **row, "role": "check"} for row in data["points"]]
-            points += [_emulated_point(row, source, hardware, engines().__getitem__, lambda link: link) for row in rows]
-        except (OSError, json.JSONDecodeError) as error:
+            if data.get("benchmark") == "overlap":
+                points += _overlap_points(data, source)
+            else:
+                rows = [{**data.get("setting", {}), **row, "role": "check"} for row in data["points"]]
+                points += [_emulated_point(row, source, hardware, engine, lambda link: link) for row in rows]
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not a readable JSON result: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}: a result needs points with device, model, tp, context, engine, batch, allreduce_us, wiring and ms; "
-                f"missing or wrong: {error}"
+                f"{path} is neither a result of `ladder bench overlap` nor a list of points with device, model, tp, context, "
+                f"engine, batch, allreduce_us, wiring and ms; missing or wrong: {error}"
             ) from error
     return points
+
+
+def _overlap_points(data: Mapping[str, Any], source: str) -> list[SchedulePoint]:
+    # The step without communication is an input of the prediction, so it is no point of its own.
+    return [
+        SchedulePoint(
+            source=source,
+            group=f"{data['layers']} layers of {data['hidden_size']}",
+            wiring=row["wiring"],
+            measured=float(row["median_ms"]),
+            tp=int(data["tp"]),
+            batch=int(data["batch"]),
+            link=f"{float(data['latency_us']):.0f} us",
+            layers=int(data["layers"]),
+            compute_ms=float(data["compute_ms"]),
+            communication_ms=float(data["communication_ms"]),
+        )
+        for row in data["rows"]
+        if row["wiring"] != "no-comm"
+    ]
 
 
 def _emulated_point(row: Mapping[str, Any], source: str, hardware: Hardware, engine_of: EngineOf, link_of: LinkOf) -> Point:
@@ -122,9 +190,9 @@ def _emulated_point(row: Mapping[str, Any], source: str, hardware: Hardware, eng
     link = link_of(hardware.link("emulated", device))
     wait = float(row["allreduce_us"])
     link = replace(link, alpha_us=wait, in_situ_us=link.in_situ_us if wait else 0.0)
-    model = row["model"] if isinstance(row["model"], str) else None
+    name = row["model"]
     case = Case(
-        model=presets()[model] if model else _shape(row["model"]),
+        model=ModelShape.from_name(name) if isinstance(name, str) else ModelShape(**name),
         device=device,
         link=link,
         engine=engine_of(row["engine"]),
@@ -136,9 +204,3 @@ def _emulated_point(row: Mapping[str, Any], source: str, hardware: Hardware, eng
     )
     group = f"{row['engine']} on {row['device']}"
     return Point(source, group, row["role"], case, row["wiring"], "ms_per_step", float(row["ms"]), float(row["context"]))
-
-
-def _shape(row: Mapping[str, Any]) -> Any:
-    from ..presets import ModelShape
-
-    return ModelShape(**row)

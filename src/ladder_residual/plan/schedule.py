@@ -15,6 +15,7 @@ from ..config import Wiring
 from .cost import Work
 from .hardware import Link
 
+NOTHING = Work()
 COMPUTE, LANE, COMM = "compute", "compute lane 2", "communication"
 
 
@@ -52,8 +53,8 @@ class Timeline:
         return 1.0 if total == 0 else max(0.0, 1.0 - self.exposed_us() / total)
 
 
-def simulate(tasks: Sequence[Task], lane_bandwidth: float = 1.0) -> Timeline:
-    """Run the tasks; ``lane_bandwidth`` is the share of the achieved bandwidth that two compute lanes reach together."""
+def simulate(tasks: Sequence[Task], lane_overlap: float = 1.0) -> Timeline:
+    """Run the tasks; ``lane_overlap`` says how well two compute lanes fill each other's gaps (0: they take turns, 1: fully)."""
     queues: dict[str, list[int]] = {}
     for index, task in enumerate(tasks):
         queues.setdefault(task.stream, []).append(index)
@@ -72,7 +73,7 @@ def simulate(tasks: Sequence[Task], lane_bandwidth: float = 1.0) -> Timeline:
                     tasks[index].start = now
                     running.add(index)
         assert running, "a task waits for one that its own stream has not reached"
-        rates = _rates(tasks, running, lane_bandwidth)
+        rates = _rates(tasks, running, lane_overlap)
         step = min(left[index] / rates[index] for index in running)
         now += step
         for index in list(running):
@@ -87,12 +88,15 @@ def simulate(tasks: Sequence[Task], lane_bandwidth: float = 1.0) -> Timeline:
     return Timeline(list(tasks), now)
 
 
-def _rates(tasks: Sequence[Task], running: set[int], lane_bandwidth: float) -> dict[int, float]:
+def _rates(tasks: Sequence[Task], running: set[int], lane_overlap: float) -> dict[int, float]:
     communicating = any(tasks[index].stream == COMM for index in running)
     compute = [index for index in running if tasks[index].stream != COMM]
     demand = sum(tasks[index].memory_share for index in compute)
-    # Two lanes fill each other's gaps until their common demand for memory exceeds what two lanes can read.
-    crowding = min(1.0, lane_bandwidth / demand) if len(compute) > 1 and demand > 0 else 1.0
+    crowding = 1.0
+    if len(compute) > 1:
+        # At best two lanes fill each other's gaps until their common demand exceeds the memory; at worst they take turns.
+        best, turns = min(1.0, 1.0 / demand) if demand > 0 else 1.0, 0.5
+        crowding = turns + lane_overlap * (best - turns)
     rates = dict.fromkeys(running, 1.0)
     for index in compute:
         rates[index] = crowding * (1.0 - (tasks[index].slowdown if communicating else 0.0))
@@ -111,7 +115,9 @@ class LayerCost:
     fused_saving_us: float = 0.0
 
 
-def build(wiring: Wiring, cost: LayerCost, *, head: Work = Work(), two_lanes: bool = False, edge_us: float = 0.0) -> list[Task]:
+def build(
+    wiring: Wiring, cost: LayerCost, *, head: Work = NOTHING, two_lanes: bool = False, edge_us: float = 0.0
+) -> list[Task]:
     """Tasks of one forward pass. ``edge_us``: the blocking collectives of a sharded vocabulary (embedding sum, logits)."""
     builder = _Builder(cost, two_lanes and wiring.kind == "ladder" and len(wiring.layers) == wiring.num_layers)
     if edge_us:

@@ -1,0 +1,244 @@
+"""Costs, rows, advice, and where a model's shape comes from."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ladder_residual.plan import hybrid_curve, plan
+from ladder_residual.plan.advice import advise
+from ladder_residual.plan.cost import DTYPE_BYTES, Phase, RankCost, RankShape, engine, engines
+from ladder_residual.plan.hardware import shipped
+from ladder_residual.plan.models import resolve_model
+from ladder_residual.plan.planner import TWO_LANES, make_cases
+from ladder_residual.presets import ModelShape, presets
+
+LLAMA_70B = presets()["llama-3-70b"]
+DECODE = Phase(batch=1, tokens=1, context=1280)
+
+
+def rank(model=LLAMA_70B, tp=8, device="h200", name="fused") -> RankCost:
+    return RankCost(RankShape(model, tp), shipped().device(device), engine(name))
+
+
+def one_case(**asked):
+    defaults = {"device": "h100", "tp": [8], "link": ["nccl"], "batch": [1], "prompt": 1024, "new": 512}
+    [(_, case)] = make_cases(asked.pop("model", "llama-3-70b"), **{**defaults, **asked})
+    return case
+
+
+def test_a_rank_of_70b_reads_what_was_weighed():
+    """17.4 GB in bf16 at TP 8, the number that the emulated rank of this shape holds on a real card."""
+    shape = RankShape(LLAMA_70B, 8)
+    layers = LLAMA_70B.num_layers * (shape.attention_parameters + shape.mlp_parameters)
+    head = LLAMA_70B.vocab_size * LLAMA_70B.hidden_size / 8
+    assert DTYPE_BYTES * (layers + head) / 1e9 == pytest.approx(17.4, abs=0.1)
+
+
+def test_a_decode_step_is_bound_by_memory_and_a_prefill_by_flops():
+    cost = rank()
+    assert cost.mlp(DECODE).flop_us == 0
+    assert cost.mlp(Phase(batch=8, tokens=2048, context=2048)).memory_us == 0
+    floor = 17.4e9 / 4.61e6  # microseconds at the measured read bandwidth
+    work = cost.head(DECODE)
+    for _ in range(80):
+        work = work.plus(cost.attention(DECODE)).plus(cost.mlp(DECODE))
+    assert work.memory_us == pytest.approx(floor, rel=0.03)
+
+
+def test_attention_grows_with_context_and_batch_and_the_mlp_does_not_grow_with_context():
+    cost = rank()
+    longer = DECODE._replace(context=100_000)
+    extra = (100_000 - 1280) * 2 * 128 * DTYPE_BYTES  # keys and values of one KV head
+    bandwidth = 4.61e6  # bytes per microsecond, as measured
+    assert cost.attention(longer).us - cost.attention(DECODE).us == pytest.approx(extra / bandwidth, rel=0.01)
+    assert cost.mlp(longer) == cost.mlp(DECODE)
+    expanded = RankCost(cost.shape, cost.device, replace(cost.engine, kv_reads_per_head=True))
+    grown = expanded.attention(longer).us - expanded.attention(DECODE).us
+    assert grown == pytest.approx(8 * extra / bandwidth, rel=0.01)  # 8 query heads share one KV head
+
+
+def test_kv_heads_are_replicated_when_there_are_more_ranks():
+    assert RankShape(LLAMA_70B, 16).kv_heads == 1
+    assert RankShape(LLAMA_70B, 16).attention_parameters > RankShape(LLAMA_70B, 8).attention_parameters / 2
+
+
+def test_memory_of_a_rank_counts_weights_cache_and_an_unsharded_head():
+    sharded = rank().memory_bytes(1, 1024, 512)
+    assert sharded["weights"] / 1e9 == pytest.approx(17.6, abs=0.1)
+    assert sharded["kv_cache"] == 80 * 1536 * 2 * 128 * DTYPE_BYTES
+    assert rank(name="paper").memory_bytes(1, 1024, 512)["weights"] - sharded["weights"] == pytest.approx(
+        DTYPE_BYTES * 2 * 128256 * 8192 * 7 / 8
+    )
+
+
+@pytest.mark.parametrize(
+    ("model", "tp", "says"),
+    [
+        ("llama-3-70b", 7, "tp=7 does not divide the 64 attention heads; use one of 1, 2, 4, 8"),
+        ("ladder-3b", 8, "tp=8 does not divide the 36 attention heads"),
+        ("llama-3-70b", 0, "at least 1"),
+    ],
+)
+def test_tp_that_does_not_divide_is_refused_with_the_numbers(model, tp, says):
+    with pytest.raises(ValueError, match=says):
+        RankShape(presets()[model], tp)
+
+
+def test_rows_come_for_every_combination_and_hold_the_bounds():
+    rows = plan("llama-3-70b", device="h100", tp=[4, 8], link=["nccl", "one-shot"], batch=[1, 16])
+    assert [(r.tp, r.link, r.batch) for r in rows] == [(t, n, b) for t in (4, 8) for n in ("nccl", "one-shot") for b in (1, 16)]
+    for row in rows:
+        assert row.speedup["standard"] == 1
+        assert 1 < row.speedup["ladder:last-half"] < row.speedup["ladder"] < row.speedup["no-comm"]
+        assert sum(row.limits.values()) == pytest.approx(100)
+        # The collectives at the edges of a sharded vocabulary stay in every wiring, so not all of it can be hidden.
+        assert row.hidden_percent["ladder"] > 90
+        assert row.hidden_percent["standard"] == pytest.approx(0, abs=1e-6)
+        assert json.loads(json.dumps(row.to_dict()))["memory_total_gb"] == pytest.approx(row.memory_total_gb)
+
+
+def test_more_communication_means_more_gain_until_the_link_rules():
+    gains = [
+        plan("llama-3-70b", device="h100", tp=[8], link=[name])[0].speedup["ladder"]
+        for name in ("one-shot", "nccl", "nccl-no-p2p")
+    ]
+    assert gains == sorted(gains)
+    slow = plan("llama-3.1-8b", device="rtx-4090", tp=[4], link=["1gbe"])[0]
+    assert slow.speedup["ladder"] < 1.2
+    assert slow.limited_by == "all-reduce"
+
+
+def test_one_rank_sends_nothing():
+    [row] = plan("llama-3.1-8b", device="h100", tp=[1])
+    assert row.allreduce_us == 0
+    assert row.speedup["ladder"] == pytest.approx(1.0)
+    assert row.speedup[TWO_LANES] > 1.05
+
+
+def test_a_model_that_does_not_fit_is_an_error_with_the_numbers_and_a_row_that_does_not_fit_is_marked():
+    with pytest.raises(ValueError, match=r"does not fit: a rank of tp=1 with batch 1 needs 14\d GB .* h100 has 80 GB"):
+        plan("llama-3-70b", device="h100", tp=[1])
+    rows = plan("llama-3-70b", device="h100", tp=[1, 8])
+    assert [row.fits for row in rows] == [False, True]
+
+
+def test_hybrid_curve_rises_from_one_to_the_full_ladder():
+    case = one_case()
+    curve = hybrid_curve(case)
+    assert curve[0] == (0, 1.0)
+    assert curve[-1][0] == 80
+    assert curve[-1][1] == pytest.approx(case.tokens_per_second("ladder") / case.tokens_per_second("standard"))
+    assert [gain for _, gain in curve] == sorted(gain for _, gain in curve)
+
+
+def test_advice_says_convert_or_not_with_the_gains():
+    def sentence(**asked):
+        [row] = plan(asked.pop("model", "llama-3-70b"), **{"tp": [8], **asked})
+        return advise(row, one_case(**{"tp": [8], **asked}))
+
+    assert "convert the last 40 layers: 1." in sentence(link=["nccl"])
+    assert "not worth it on this link: 1.0" in sentence(link=["one-shot"], tp=[4], engine_name="compiled")
+    assert "only" in sentence(link=["1gbe"])
+    assert "hides" in sentence(link=["1gbe"])
+
+
+def test_engines_have_their_sources_and_unknown_ones_near_matches():
+    assert all(profile.source for profile in engines().values())
+    with pytest.raises(ValueError, match="near: fused"):
+        engine("fussed")
+    with pytest.raises(ValueError, match="no two-lane schedule"):
+        one_case(engine_name="paper").timeline(TWO_LANES, DECODE)
+
+
+def test_bad_numbers_are_refused():
+    with pytest.raises(ValueError, match="batch must be at least 1, got 0"):
+        plan("llama-3-70b", batch=[0])
+    with pytest.raises(ValueError, match="prompt must be at least 1"):
+        plan("llama-3-70b", prompt=0)
+    with pytest.raises(ValueError, match="at least one tp"):
+        plan("llama-3-70b", tp=[])
+
+
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 100,
+}
+
+
+def test_a_directory_or_a_config_file_is_a_model(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    for source in (tmp_path, tmp_path / "config.json"):
+        _, shape = resolve_model(str(source))
+        assert (shape.num_layers, shape.head_dim, shape.num_kv_heads) == (4, 16, 2)
+    assert plan(str(tmp_path), tp=[2])[0].model == tmp_path.name
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"hidden_size": None}, "lacks hidden_size"),
+        ({"num_experts": 64}, "num_experts says this is a mixture of experts"),
+        ({"kv_lora_rank": 512}, "latent attention"),
+        ({"num_hidden_layers": 0}, "num_layers must be at least 1, got 0"),
+        ({"vocab_size": "many"}, "vocab_size must be a whole number"),
+    ],
+)
+def test_configs_that_cannot_be_planned_say_why(tmp_path, change, says):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **change}))
+    with pytest.raises(ValueError, match=says):
+        resolve_model(str(tmp_path))
+
+
+def test_unsupported_family_names_the_missing_fields(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "d_model": 64}))
+    with pytest.raises(ValueError, match="'mamba' lacks hidden_size, intermediate_size"):
+        resolve_model(str(tmp_path))
+
+
+def test_unreadable_and_absent_configs(tmp_path):
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not a readable JSON"):
+        resolve_model(str(tmp_path))
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ValueError, match="must hold a JSON object"):
+        resolve_model(str(tmp_path))
+
+
+def test_unknown_model_lists_near_presets(monkeypatch):
+    with pytest.raises(ValueError, match="near: llama-3-70b"):
+        resolve_model("llama3-70b")
+
+
+def test_a_hub_id_fetches_config_json_alone(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(CONFIG))
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo, name: asked.append((repo, name)) or str(file))
+    name, shape = resolve_model("someone/their-model")
+    assert (name, shape.hidden_size, asked) == ("someone/their-model", 64, [("someone/their-model", "config.json")])
+
+
+def test_a_hub_that_cannot_be_reached_is_an_error_of_one_sentence(monkeypatch):
+    import huggingface_hub
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    def fail(repo, name):
+        raise LocalEntryNotFoundError("offline")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fail)
+    with pytest.raises(ValueError, match=r"cannot fetch config\.json of 'meta/llama-3-70b'.*near presets: llama-3-70b"):
+        resolve_model("meta/llama-3-70b")
+
+
+def test_a_shape_is_a_model_too():
+    assert plan(ModelShape(**{**LLAMA_70B.to_dict(), "num_layers": 8}), tp=[8])[0].model == "llama"

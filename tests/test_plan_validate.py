@@ -1,0 +1,135 @@
+"""The validation itself: that it passes, that it can fail, and that fit and check are kept apart."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from ladder_residual.plan import validate as module
+from ladder_residual.plan.fit import CONSTANTS, fit, points_with
+from ladder_residual.plan.hardware import shipped
+from ladder_residual.plan.points import document, emulated_points, paper_points, result_points
+from ladder_residual.plan.validate import TARGETS, Comparison, validate
+
+OVERLAP = {
+    "benchmark": "overlap",
+    "layers": 8,
+    "hidden_size": 1024,
+    "tp": 2,
+    "batch": 1,
+    "latency_us": 500.0,
+    "compute_ms": 16.0,
+    "communication_ms": 8.0,
+    "rows": [
+        {"wiring": "standard", "median_ms": 24.0},
+        {"wiring": "ladder", "median_ms": 16.5},
+        {"wiring": "no-comm", "median_ms": 16.0},
+    ],
+}
+
+
+def test_the_model_passes_its_bounds_and_meets_the_targets_it_was_built_for():
+    result = validate()
+    assert result.passed
+    assert len(result.checked()) > 90
+    inside = {row["target"]: (row["inside"], row["checked"]) for row in result.summary()}
+    assert inside["standard, tokens/s"] == (6, 6)
+    assert [c.point.group for c in result.comparisons if c.status == "miss"] == [
+        "sizes codellama-34b",
+        "sizes bloom-176b",
+        "sizes bloom-176b",
+        "405B",
+    ]
+
+
+def test_every_speed_number_of_the_paper_is_compared():
+    rows = document("paper")["points"]
+    keys = {(r["group"], r["model"], r["tp"], r["batch"], r["link"], r["wiring"], r["quantity"]) for r in rows}
+    assert len(keys) == len(rows) == 78
+    assert len([p for p in paper_points() if p.quantity != "speedup" or not p.group.startswith("70B")]) == 78
+
+
+def test_fit_points_are_never_counted_as_checked():
+    result = validate()
+    assert {c.status for c in result.comparisons if c.point.role == "fit"} == {"fit"}
+    assert not any(c.point.role == "fit" for c in result.checked())
+    assert sum(row["checked"] for row in result.summary()) == len(result.checked())
+
+
+def test_more_is_checked_than_fitted():
+    for points in (paper_points(), emulated_points()):
+        assert sum(p.role == "check" for p in points) > 2 * sum(p.role == "fit" for p in points)
+    assert len(CONSTANTS) <= sum(p.role == "fit" for p in [*paper_points(), *emulated_points()])
+
+
+def test_a_wrong_model_fails():
+    """Twice the latency of every NCCL call must be noticed."""
+    values = {c.key: c.shipped for c in CONSTANTS if c.data == "paper"}
+    values["nccl.in_situ_us"] += 25
+    comparisons = [Comparison(p, p.predicted(), module._target(p)) for p in points_with(values, "paper")]
+    assert any(c.status == "FAIL" for c in comparisons)
+
+
+def test_a_known_miss_must_keep_its_own_bound(monkeypatch):
+    strict = tuple(replace(miss, bound=TARGETS["ladder over standard, NVLink"]) for miss in module.KNOWN_MISSES)
+    monkeypatch.setattr(module, "KNOWN_MISSES", strict)
+    assert not validate().passed
+
+
+def test_emulated_rank_is_matched_on_points_it_was_not_fitted_on():
+    errors = [abs(p.predicted() / p.measured - 1) for p in emulated_points() if p.role == "check"]
+    assert len(errors) == 19
+    assert max(errors) < 0.03
+
+
+@pytest.mark.parametrize("data", ["emulated", "paper"])
+def test_shipped_constants_are_what_the_fit_gives(data):
+    for name, value in fit(data).items():
+        shipped_value = next(c.shipped for c in CONSTANTS if c.key == name)
+        assert value == pytest.approx(shipped_value, rel=0.01), name
+
+
+def test_absent_results_are_said_to_be_absent():
+    assert len(validate().absent) == 2
+
+
+def test_overlap_results_test_the_schedule(tmp_path):
+    file = tmp_path / "overlap.json"
+    file.write_text(json.dumps(OVERLAP))
+    result = validate(overlap_results=[file])
+    ours = {c.point.wiring: c.predicted for c in result.comparisons if c.point.source == "overlap"}
+    assert ours == {"standard": pytest.approx(24.0), "ladder": pytest.approx(16.5)}
+    assert len(result.absent) == 1
+    assert result.passed
+
+
+def test_results_that_disagree_fail(tmp_path):
+    file = tmp_path / "overlap.json"
+    file.write_text(json.dumps({**OVERLAP, "rows": [{"wiring": "ladder", "median_ms": 24.0}]}))
+    assert not validate(overlap_results=[file]).passed
+
+
+def test_engine_results_are_read_and_named_models_resolved(tmp_path):
+    file = tmp_path / "engine.json"
+    data = document("emulated")
+    file.write_text(json.dumps({"setting": data["setting"], "points": data["points"][:2]}))
+    points = result_points([file], "engine", shipped())
+    assert [p.role for p in points] == ["check", "check"]
+    assert points[0].predicted() == pytest.approx(7.92, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", "not a readable JSON"),
+        ("{}", "missing or wrong: 'points'"),
+        ('{"points": [{"device": "h200"}]}', "missing or wrong"),
+        ("[1]", "missing or wrong"),
+        ('{"benchmark": "overlap"}', "missing or wrong: 'rows'"),
+    ],
+)
+def test_malformed_results_are_refused(tmp_path, text, says):
+    file = tmp_path / "x.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=says):
+        validate(engine_results=[file])
