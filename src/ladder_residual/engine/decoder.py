@@ -1,0 +1,240 @@
+"""The public engine: static cache, one CUDA graph per step, one lane or two, whichever is faster here.
+
+>>> engine = DecodeEngine(spec, Wiring.parse("ladder", 80), weights, tp=8, rank=0, reducer="emulated",
+...                       link=parse_link("24us"), batch=1, max_context=2048)            # doctest: +SKIP
+>>> logits = engine.prefill(input_ids, lengths)                                          # doctest: +SKIP
+>>> logits = engine.decode(engine.gather(logits).argmax(-1))                             # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..config import Wiring
+from .cache import KVCache
+from .emulate import Link
+from .execute import Executor, Ops
+from .gemm_ops import GemmOps
+from .gemv_ops import GemvOps, GemvTiles
+from .prefill_ops import PrefillOps
+from .reducers import make_reducer
+from .schedule import Plan, can_run_two_lanes, plan_steps
+from .spec import EngineSpec, RankSizes
+from .streams import CudaStreams
+from .weights import RankWeights, stack_weights
+
+DTYPES = (torch.bfloat16, torch.float16)
+MAX_BATCH = 256
+
+
+class DecodeEngine:
+    """A rank of a Llama-shaped decoder on one GPU. ``logits`` it returns are this rank's rows of the vocabulary (all of them
+    with tp=1), valid until the next call; ``gather`` and ``argmax`` bring the ranks together."""
+
+    def __init__(
+        self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
+        reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
+        max_context: int = 2048, schedule: str = "auto", pdl: bool = True, tiles: GemvTiles | None = None, release: bool = False,
+        stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True,
+    ) -> None:  # fmt: skip
+        began = time.perf_counter()
+        check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=tp)
+        self.spec, self.wiring, self.batch, self.max_context = spec, wiring, batch, max_context
+        self.sizes = RankSizes.of(spec.shape, tp, rank)
+        self.weights = (
+            weights if isinstance(weights, RankWeights) else stack_weights(spec, self.sizes, weights, release=release)
+        )
+        self.device = self.weights.device
+        if self.device.type != "cuda":
+            raise ValueError(f"the CUDA engine needs weights on a GPU, they are on {self.device}: use the slow path")
+        if self.weights.dtype not in DTYPES:
+            raise ValueError(f"the CUDA engine runs bfloat16 or float16, not {self.weights.dtype}")
+        self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups)
+        self._groups = groups
+        self._require_memory()
+        with torch.cuda.device(self.device):
+            self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
+            self._pdl, self._tiles, self._priorities, self._across = pdl, tiles, stream_priorities, pdl_across_waits
+            self._tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
+            self._logits = torch.full(
+                (batch, self.sizes.vocab_rows), float("nan"), dtype=self.weights.dtype, device=self.device
+            )
+            self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+            self._keep: list[Any] = []  # executors own buffers that the graphs write to
+            self.step_ms: dict[int, float] = {}  # measured at start-up, by number of lanes
+            self.lanes = self._choose(schedule)
+        self._length = 0  # of the longest sequence; the device counts for itself
+        self.startup_seconds = time.perf_counter() - began
+
+    # ---- use -------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def prefill(self, input_ids: Tensor, lengths: Tensor | None = None) -> Tensor:
+        """(B, S) prompts padded on the right -> logits (B, vocabulary rows) after each prompt's last token."""
+        batch, steps = input_ids.shape
+        self._check_batch(batch)
+        if steps > self.max_context:
+            raise ValueError(f"a prompt of {steps} tokens does not fit max_context={self.max_context}")
+        lengths = torch.full((batch,), steps) if lengths is None else lengths.cpu()
+        if lengths.shape != (batch,) or int(lengths.min()) < 1 or int(lengths.max()) > steps:
+            raise ValueError(f"lengths must be {batch} numbers from 1 to {steps}, got {lengths.tolist()}")
+        ops = PrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
+        ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
+        executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps)
+        executor.run(input_ids.to(self.device), self._logits)
+        self.cache.set_lengths(lengths.to(self.device))
+        self._length = int(lengths.max())
+        return self._logits
+
+    @torch.no_grad()
+    def decode(self, tokens: Tensor) -> Tensor:
+        """(B) new tokens -> logits (B, vocabulary rows)."""
+        self._check_batch(tokens.shape[0])
+        if self._length >= self.max_context:
+            raise ValueError(f"the cache is full: {self._length} of max_context={self.max_context} tokens")
+        self._tokens.copy_(tokens)
+        self._graphs[self.lanes].replay()
+        self._length += 1
+        return self._logits
+
+    def gather(self, logits: Tensor) -> Tensor:
+        """The whole vocabulary on every rank (an emulated rank has only its own rows)."""
+        if self.reducer.name not in ("nccl", "symm"):
+            return logits
+        assert self._groups is not None
+        parts = [torch.empty_like(logits) for _ in range(self.sizes.tp)]
+        dist.all_gather(parts, logits.contiguous(), group=self._groups[0])
+        return torch.cat(parts, dim=-1)[:, : self.spec.shape.vocab_size]
+
+    def argmax(self, logits: Tensor) -> Tensor:
+        """Greedy choice over all ranks from one (value, token) pair a rank, without gathering the vocabulary."""
+        best = logits[:, : self._real_rows()].float().max(dim=-1)
+        token = best.indices + self.sizes.vocab_first
+        if self.reducer.name not in ("nccl", "symm"):
+            return token
+        assert self._groups is not None
+        pair = torch.stack([best.values.double(), token.double()], dim=-1)
+        pairs = [torch.empty_like(pair) for _ in range(self.sizes.tp)]
+        dist.all_gather(pairs, pair, group=self._groups[0])
+        every = torch.stack(pairs)
+        winner = every[..., 0].argmax(dim=0)
+        return every[winner, torch.arange(self.batch, device=self.device), 1].long()
+
+    def reset(self, length: int = 0, *, random_context: bool = False) -> None:
+        """Forget the context, or pretend one of ``length`` random tokens (benchmarks)."""
+        if not 0 <= length < self.max_context:
+            raise ValueError(f"a context of {length} leaves no room in max_context={self.max_context}")
+        if random_context:
+            self.cache.fill(length)
+        self.cache.positions.fill_(length)
+        self._length = length
+
+    def replay(self, lanes: int | None = None) -> None:
+        """One more step on the tokens already there: what a benchmark times."""
+        self._graphs[lanes or self.lanes].replay()
+
+    # ---- making ----------------------------------------------------------------------------------------------------
+
+    def _ops(self) -> Ops:
+        if self.batch == 1:
+            tiles = self._tiles or GemvTiles.default(self.sizes, self.max_context)
+            return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
+        return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
+
+    def _executor(self, plan: Plan, ops: Ops, rows: int) -> Executor:
+        return Executor(
+            plan, ops, self.reducer, CudaStreams(self.device, priorities=self._priorities), rows=rows, hidden=self.sizes.hidden,
+            tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device, pdl_across_waits=self._across,
+        )  # fmt: skip
+
+    def _choose(self, schedule: str) -> int:
+        """Capture what was asked for; with ``auto`` and a ladder both, time each, and keep the faster."""
+        wanted = {"one": [1], "two": [2], "auto": [1, 2] if can_run_two_lanes(self.wiring) else [1]}[schedule]
+        for lanes in wanted:
+            self._graphs[lanes] = self._capture(plan_steps(self.wiring, lanes=lanes))
+        if len(wanted) == 1:
+            return wanted[0]
+        self.reset(min(1024, self.max_context // 2), random_context=True)
+        for lanes in wanted:
+            self.step_ms[lanes] = median(self._time_steps(lanes))
+        best = min(wanted, key=lambda lanes: self.step_ms[lanes])
+        for lanes in wanted:
+            if lanes != best:
+                del self._graphs[lanes]
+        self.reset()
+        return best
+
+    def _time_steps(self, lanes: int, repeats: int = 12) -> list[float]:
+        times = []
+        for _ in range(repeats):
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            self._graphs[lanes].replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return times[2:]
+
+    def _capture(self, plan: Plan) -> torch.cuda.CUDAGraph:
+        from .kernels_small import step_positions
+
+        executor = self._executor(plan, self._ops(), rows=self.batch)
+        self._keep.append(executor)
+        pad = 1 << (self.batch - 1).bit_length()
+
+        def step() -> None:
+            executor.run(self._tokens, self._logits)
+            step_positions[(1,)](self.cache.positions, self.batch, BLOCK=pad, num_warps=1)
+
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(side), torch.no_grad():
+            step()  # compiles every kernel and sets up cuBLAS before capture
+        torch.cuda.current_stream(self.device).wait_stream(side)
+        torch.cuda.synchronize(self.device)
+        graph = torch.cuda.CUDAGraph()
+        with torch.no_grad(), torch.cuda.graph(graph):
+            step()
+        self.cache.positions.zero_()
+        return graph
+
+    def _check_batch(self, batch: int) -> None:
+        if batch != self.batch:
+            raise ValueError(f"this engine's graph is for batch {self.batch}, got {batch}: make an engine for that batch")
+
+    def _real_rows(self) -> int:
+        """Rows of this rank's head that are tokens; the last rank's may end in padding."""
+        return max(min(self.sizes.vocab_rows, self.spec.shape.vocab_size - self.sizes.vocab_first), 1)
+
+    def _require_memory(self) -> None:
+        element = self.weights.embedding.element_size()
+        need = self.sizes.cache_bytes(element, self.batch, self.max_context)
+        need += 40 * self.batch * self.sizes.hidden * 4 + 2 * self.max_context * self.sizes.head_dim * 4
+        free, _ = torch.cuda.mem_get_info(self.device)
+        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
+        if need > free:
+            raise ValueError(
+                f"the KV cache of batch {self.batch} at context {self.max_context} needs {need / 1e9:.1f} GB, "
+                f"{free / 1e9:.1f} GB are free: lower the batch or the context"
+            )
+
+
+def check_request(spec: EngineSpec, wiring: Wiring, *, batch: int, max_context: int, schedule: str, tp: int) -> None:
+    """Everything that can be refused before a byte is allocated."""
+    if wiring.num_layers != spec.shape.num_layers:
+        raise ValueError(f"the wiring is for {wiring.num_layers} layers, the model has {spec.shape.num_layers}")
+    wiring.check_tp(tp)
+    if not 1 <= batch <= MAX_BATCH:
+        raise ValueError(f"batch {batch} is outside 1 to {MAX_BATCH}")
+    if not 2 <= max_context <= 1 << 20:
+        raise ValueError(f"max_context {max_context} is outside 2 to {1 << 20}")
+    if schedule not in ("auto", "one", "two"):
+        raise ValueError(f"unknown schedule {schedule!r}; choose from auto, one, two")
+    plan_steps(wiring, lanes=2 if schedule == "two" else 1)

@@ -1,0 +1,135 @@
+"""Runs a plan: which stream, which buffers, when to wait. The same code runs eagerly (prefill), under graph capture (decode)
+and on the CPU (tests)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from .gemv_ops import Launcher
+from .lane import Lane
+from .reducers import EngineReducer
+from .schedule import MAX_ABSORBS, Plan, Step
+from .streams import Streams
+
+# Messages live in a ring. In two lanes one chain can run at most two layers ahead of the other (it then needs the other's
+# output), so four layers of buffers are never overwritten early.
+RING = 8
+
+
+class Ops(Protocol):
+    launchers: Sequence[Any]
+
+    def embed(self, tokens: Tensor, message: Tensor) -> None: ...
+
+    def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None: ...
+
+    def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None: ...
+
+    def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None: ...
+
+
+class Executor:
+    """Buffers for ``rows`` rows (sequences, or sequence positions) and the loop over a plan's steps."""
+
+    def __init__(
+        self, plan: Plan, ops: Ops, reducer: EngineReducer, streams: Streams, *, rows: int, hidden: int, tp: int,
+        dtype: torch.dtype, device: torch.device, pdl_across_waits: bool = True,
+    ) -> None:  # fmt: skip
+        self.plan, self.ops, self.reducer, self.streams, self.tp = plan, ops, reducer, streams, tp
+        self._pdl_across_waits = pdl_across_waits
+        self._lanes = [Lane(rows, hidden, device) for _ in range(plan.lanes)]
+        self._lane_names = ["main"] if plan.lanes == 1 else ["attention", "main"]
+        self._embedding = reducer.allocate(rows, hidden, dtype, device)
+        self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
+        self._slots = {step.output: index % RING for index, step in enumerate(plan.steps)}
+        self._by_output = {step.output: step for step in plan.steps}
+        self._sum_launchers = [Launcher(), Launcher()]
+        widest = max(len(step.absorbs) for step in (*plan.steps, plan.final))
+        assert widest <= MAX_ABSORBS, f"a step absorbs {widest} outputs, the kernels take {MAX_ABSORBS}"
+
+    def run(self, tokens: Tensor, logits: Tensor) -> None:
+        plan, streams = self.plan, self.streams
+        launchers = self.ops.launchers or [Launcher(pdl=False), Launcher(pdl=False)]
+        for launcher in launchers:
+            launcher.dependent = False
+        self.ops.embed(tokens, self._embedding[0])
+        if not self.reducer.silent:
+            self.reducer.reduce(*self._embedding, 0, Launcher(pdl=False))
+        self._events: dict[int, Any] = {}
+        if plan.lanes == 2:
+            streams.wait("attention", streams.record("main", "embedding"))
+        for step in plan.steps:
+            name = self._lane_names[step.lane]
+            launcher = launchers[step.lane]
+            with streams.on(name):
+                absorbed = self._collect(step, launcher)
+                message = self._ring[self._slots[step.output]][0]
+                other = None if step.adds_output is None else self._ring[self._slots[step.adds_output]][0]
+                lane = self._lanes[step.lane]
+                self._note(name, step.name)
+                if step.kind == "agree":
+                    self._agree(step, lane, absorbed, message, launcher)
+                elif step.kind == "attention":
+                    self.ops.attention(step, lane, absorbed, message, other)
+                else:
+                    self.ops.mlp(step, lane, absorbed, message, other)
+                self._send(step, name, launcher)
+        final = plan.final
+        absorbed = self._collect(final, launchers[final.lane])
+        self._note("main", "head")
+        self.ops.head(final, self._lanes[final.lane], absorbed, logits)
+
+    def _collect(self, step: Step, launcher: Launcher) -> list[Tensor]:
+        """The outputs a step absorbs, after waiting for those made elsewhere."""
+        found = []
+        for output in step.absorbs:
+            if output == 0:
+                found.append(self._embedding[0 if self.reducer.silent else 1])
+                continue
+            if output in self._events:
+                self.streams.wait(self._lane_names[step.lane], self._events[output])
+                if not self._pdl_across_waits:
+                    launcher.dependent = False
+            summed = self._by_output[output].reduce and not self.reducer.silent
+            found.append(self._ring[self._slots[output]][1 if summed else 0])
+        return found
+
+    def _send(self, step: Step, name: str, launcher: Launcher) -> None:
+        """Start this output's sum, and leave an event where a consumer runs on another stream."""
+        streams, summed = self.streams, step.reduce and not self.reducer.silent
+        buffers = self._ring[self._slots[step.output]]
+        if summed and self.plan.lanes == 1 and self.plan.in_flight(step):
+            side = 0 if step.kind == "attention" else 1
+            beside = f"sum-{side}"
+            streams.wait(beside, streams.record(name, step.name))
+            with streams.on(beside):
+                self._sum_launchers[side].dependent = False
+                self._note(beside, f"sum of {step.name}")
+                self.reducer.reduce(*buffers, side, self._sum_launchers[side])
+                self._events[step.output] = streams.record(beside, f"sum of {step.name}")
+            return
+        if summed:
+            self._note(name, f"sum of {step.name}")
+            self.reducer.reduce(*buffers, step.lane, launcher)
+        if any(other.lane != step.lane for other in self.plan.consumers(step.output)):
+            self._events[step.output] = streams.record(name, step.name)
+
+    def _agree(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, launcher: Launcher) -> None:
+        """Diverged streams become one: each rank sends its stream / ranks, the sum is the mean."""
+        if absorbed:
+            old, new = lane.advance()
+            total = absorbed[0].float() if not step.keeps_stream else old + absorbed[0]
+            for output in absorbed[1:]:
+                total = total + output
+            new.copy_(total)
+        message.copy_(lane.stream / self.tp)
+        launcher.dependent = False
+
+    def _note(self, name: str, what: str) -> None:
+        note = getattr(self.streams, "compute", None)
+        if note is not None:
+            note(name, what)

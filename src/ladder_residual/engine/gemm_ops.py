@@ -1,0 +1,118 @@
+"""Modules of a decode step for several sequences: cuBLAS for the projections, small kernels between them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._triton import triton
+from .cache import KVCache
+from .gemv_ops import Launcher, embed_tokens, pick_splits
+from .lane import Lane
+from .schedule import Step
+from .spec import EngineSpec, RankSizes
+from .weights import RankWeights
+
+
+class GemmOps:
+    """Any batch. The same contract as ``GemvOps``: absorb, compute, write the message."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        sizes: RankSizes,
+        weights: RankWeights,
+        cache: KVCache,
+        *,
+        pdl: bool = True,
+        splits: int | None = None,
+    ) -> None:
+        from . import kernels_attention, kernels_small
+
+        self._attend, self._small = kernels_attention, kernels_small
+        self.spec, self.sizes, self.weights, self.cache = spec, sizes, weights, cache
+        self.splits = splits or pick_splits(sizes, cache.max_context, cache.batch)
+        b, device, dtype = cache.batch, weights.device, weights.dtype
+        self.launchers = [Launcher(pdl), Launcher(pdl)]
+
+        def make(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+            return torch.empty(*shape, dtype=kind, device=device)
+
+        # one set per lane: in two lanes attention and MLP run at the same time
+        self._normed = [make(b, sizes.hidden) for _ in range(2)]
+        self._qkv = make(b, sizes.qkv_width)
+        self._split = make(b, sizes.heads, self.splits, sizes.head_dim)
+        self._lse = make(b, sizes.heads, self.splits, kind=torch.float32)
+        self._merged = make(b, sizes.heads * sizes.head_dim)
+        self._gate_up = make(b, 2 * sizes.intermediate)
+        self._act = make(b, sizes.intermediate)
+
+    def embed(self, tokens: Tensor, message: Tensor) -> None:
+        embed_tokens(self.sizes, self.weights.embedding, tokens, message)
+
+    def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
+        s, w, launch, cache = self.sizes, self.weights.layers[step.layer], self.launchers[step.lane], self.cache
+        normed = self._absorb_norm(step, lane, absorbed, w.first_norm)
+        self._matmul(launch, normed, w.qkv, self._qkv)
+        none = self._lse
+        launch(
+            self._attend.decode_attention, (cache.batch, s.kv_heads, self.splits),
+            self._qkv, none, none if w.qkv_bias is None else w.qkv_bias, none if w.q_norm is None else w.q_norm,
+            none if w.k_norm is None else w.k_norm, cache.cos, cache.sin, cache.positions, cache.keys[step.layer],
+            cache.values[step.layer], self._split, self._lse, cache.max_context, s.head_dim**-0.5, self.spec.norm_eps, s.hidden,
+            KV_HEADS=s.kv_heads, GROUP=s.group, GROUP_PAD=max(16, triton.next_power_of_2(s.group)), DIM=s.head_dim, BLOCK_T=64,
+            SPLITS=self.splits, SLICES=1, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None, warps=4,
+        )  # fmt: skip
+        launch(
+            self._attend.merge_splits, (cache.batch * s.heads,), self._split, self._lse, self._merged,
+            SPLITS=self.splits, SPLITS_PAD=triton.next_power_of_2(self.splits), DIM=s.head_dim, warps=1 if self.splits <= 8 else 4,
+        )  # fmt: skip
+        self._matmul(launch, self._merged, w.output, message)
+        self._additions(step, lane, message, other)
+
+    def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
+        w, launch = self.weights.layers[step.layer], self.launchers[step.lane]
+        normed = self._absorb_norm(step, lane, absorbed, w.first_norm if step.first_norm else w.second_norm)
+        self._matmul(launch, normed, w.gate_up, self._gate_up)
+        ff = self.sizes.intermediate
+        launch(
+            self._small.silu_multiply,
+            (self.cache.batch, triton.cdiv(ff, 1024)),
+            self._gate_up,
+            self._act,
+            ff,
+            BLOCK=1024,
+            warps=4,
+        )
+        self._matmul(launch, self._act, w.down, message)
+        self._additions(step, lane, message, other)
+
+    def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
+        normed = self._absorb_norm(step, lane, absorbed, self.weights.final_norm)
+        self._matmul(self.launchers[step.lane], normed, self.weights.head, logits)
+
+    def _absorb_norm(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor) -> Tensor:
+        out = self._normed[step.lane]
+        k = self.sizes.hidden
+        old, new = lane.advance() if absorbed else (lane.stream, lane.stream)
+        deltas = [*absorbed, *[norm] * (3 - len(absorbed))]
+        self.launchers[step.lane](
+            self._small.absorb_norm, (self.cache.batch,), old, *deltas, new, norm, out, self.spec.norm_eps,
+            K=k, BLOCK_K=triton.next_power_of_2(k), KEEP=step.keeps_stream, DELTAS=len(absorbed), warps=8,
+        )  # fmt: skip
+        return out
+
+    @staticmethod
+    def _matmul(launch: Launcher, x: Tensor, weight: Tensor, out: Tensor) -> None:
+        torch.mm(x, weight.T, out=out)
+        launch.dependent = False  # cuBLAS does not signal early: what follows is an ordinary launch
+
+    def _additions(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+        if step.adds_stream:
+            message.add_(lane.stream, alpha=1.0 / self.sizes.tp)
+            self.launchers[step.lane].dependent = False
+        if other is not None:
+            message.add_(other)
+            self.launchers[step.lane].dependent = False

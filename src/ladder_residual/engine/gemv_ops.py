@@ -1,0 +1,204 @@
+"""Modules of a decode step for one token: five kernels a layer (QKV, attention, output, gate/up, down), all Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._triton import triton
+from .cache import KVCache
+from .lane import Lane
+from .schedule import Step
+from .spec import EngineSpec, RankSizes
+from .weights import LayerWeights, RankWeights
+
+
+@dataclass(frozen=True)
+class Tile:
+    rows: int  # rows of W per program
+    block_k: int
+    warps: int
+
+
+@dataclass(frozen=True)
+class GemvTiles:
+    """Tile sizes of one shard. The defaults are what an H200 liked best; see docs/benchmarks.md for how they were found."""
+
+    qkv: Tile
+    output: Tile
+    gate_up: Tile
+    down: Tile
+    head: Tile
+    slices: int  # QKV is cut along K so that its few rows still fill the card; attention sums the slices
+    splits: int  # programs per KV head in attention
+    block_t: int = 64
+    attention_warps: int = 4
+    merge_in_output: bool = True  # the output projection merges the splits itself (few splits), or a kernel of its own does
+
+    @classmethod
+    def default(cls, sizes: RankSizes, max_context: int, batch: int = 1) -> GemvTiles:
+        rows = sizes.qkv_width
+        slices = 4 if sizes.hidden % 4 == 0 and rows * sizes.hidden <= 1 << 25 else 1
+        heads_per_block = max(1, min(8, _power_of_two_below(sizes.heads)))
+        splits = pick_splits(sizes, max_context, batch)
+        return cls(
+            qkv=Tile(16, _block(sizes.hidden // slices, 512), 4),
+            output=Tile(16, _merge_block(sizes, heads_per_block), 8),
+            gate_up=Tile(16, _block(sizes.hidden, 512), 4),
+            down=Tile(16, _block(sizes.intermediate, 512), 4),
+            head=Tile(16, _block(sizes.hidden, 512), 4),
+            slices=slices,
+            splits=splits,
+            merge_in_output=splits <= 16 and _merge_block(sizes, heads_per_block) > 0,
+        )
+
+
+def pick_splits(sizes: RankSizes, max_context: int, batch: int) -> int:
+    """Enough programs for short latency; no more than the merge can read cheaply, unless the context is long."""
+    wanted = max(1, 264 // (batch * sizes.kv_heads))
+    by_length = max(1, max_context // 128)
+    limit = 8 if max_context <= 4096 else 32 if max_context <= 32768 else 64
+    return min(limit, _power_of_two_below(wanted), _power_of_two_below(by_length))
+
+
+def _power_of_two_below(value: int) -> int:
+    return 1 << (max(value, 1).bit_length() - 1)
+
+
+def _block(size: int, wanted: int) -> int:
+    """A power of two that divides ``size`` if one of useful width does; otherwise ``wanted`` with a masked tail."""
+    block = size & -size
+    return min(block, wanted) if block >= 128 else min(wanted, 1 << (size - 1).bit_length())
+
+
+def _merge_block(sizes: RankSizes, heads: int) -> int:
+    while heads > 1 and sizes.heads % heads:
+        heads //= 2
+    return heads * sizes.head_dim
+
+
+@dataclass
+class Launcher:
+    """Starts kernels; ``dependent`` says whether programmatic dependent launch may tie this one to the kernel before it."""
+
+    pdl: bool = True
+    dependent: bool = False
+    log: list[str] = field(default_factory=list)
+
+    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
+        options: dict[str, Any] = {"num_warps": warps}
+        if self.pdl and self.dependent:
+            options["launch_pdl"] = True
+        constants["PDL"] = self.pdl
+        kernel[grid](*args, **constants, **options)
+        self.dependent = True  # the next kernel on this stream may lean on this one, unless an event comes between
+
+
+def embed_tokens(sizes: RankSizes, table: Tensor, tokens: Tensor, message: Tensor) -> None:
+    """The first kernel of a step: an ordinary launch, so that everything after it may rely on the previous step being over."""
+    from .kernels_small import embed
+
+    grid = (tokens.numel(), triton.cdiv(sizes.hidden, 1024))
+    embed[grid](tokens, table, message, sizes.vocab_first, sizes.vocab_rows, sizes.hidden, BLOCK=1024, num_warps=4)
+
+
+class GemvOps:
+    """Batch 1. Writes each module's message into the buffer it is given."""
+
+    def __init__(
+        self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, tiles: GemvTiles, *, pdl: bool = True
+    ) -> None:
+        from . import kernels_attention, kernels_project
+
+        self._project, self._attend = kernels_project, kernels_attention
+        self.spec, self.sizes, self.weights, self.cache, self.tiles = spec, sizes, weights, cache, tiles
+        self.pdl = pdl
+        device = weights.device
+        self.launchers = [Launcher(pdl), Launcher(pdl)]
+        make = torch.empty
+        self._qkv = make(
+            tiles.slices, sizes.qkv_width, dtype=torch.float32 if tiles.slices > 1 else weights.dtype, device=device
+        )
+        self._squares = make(tiles.slices, dtype=torch.float32, device=device)
+        self._split = make(sizes.heads, tiles.splits, sizes.head_dim, dtype=weights.dtype, device=device)
+        self._lse = make(sizes.heads, tiles.splits, dtype=torch.float32, device=device)
+        self._merged = make(sizes.heads * sizes.head_dim, dtype=weights.dtype, device=device)
+        self._act = make(sizes.intermediate, dtype=weights.dtype, device=device)
+
+    def embed(self, tokens: Tensor, message: Tensor) -> None:
+        embed_tokens(self.sizes, self.weights.embedding, tokens, message)
+
+    def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
+        w, t = self.weights.layers[step.layer], self.tiles
+        launch = self.launchers[step.lane]
+        self._norm_project(step, lane, absorbed, w.first_norm, w.qkv, self._qkv, t.qkv, slices=t.slices)
+        self._decode_attention(launch, w, step.layer)
+        if t.merge_in_output:
+            self._output(step, lane, self._split, w.output, message, t.output, t.splits, other)
+        else:
+            pad = triton.next_power_of_2(t.splits)
+            launch(
+                self._attend.merge_splits, (self.sizes.heads,), self._split, self._lse, self._merged,
+                SPLITS=t.splits, SPLITS_PAD=pad, DIM=self.sizes.head_dim, warps=4,
+            )  # fmt: skip
+            self._output(step, lane, self._merged, w.output, message, t.output, 0, other)
+
+    def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
+        w, t = self.weights.layers[step.layer], self.tiles
+        norm = w.first_norm if step.first_norm else w.second_norm
+        self._norm_project(step, lane, absorbed, norm, w.gate_up, self._act, t.gate_up, gated=True)
+        self._output(step, lane, self._act, w.down, message, t.down, 0, other)
+
+    def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
+        self._norm_project(step, lane, absorbed, self.weights.final_norm, self.weights.head, logits, self.tiles.head)
+
+    def _norm_project(
+        self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor, weight: Tensor, out: Tensor, tile: Tile,
+        *, slices: int = 1, gated: bool = False,
+    ) -> None:  # fmt: skip
+        old, new = lane.advance() if absorbed else (lane.stream, lane.stream)
+        deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
+        rows = weight.shape[0] // 2 if gated else weight.shape[0]
+        per_program = tile.rows // 2 if gated else tile.rows
+        self.launchers[step.lane](
+            self._project.norm_project, (triton.cdiv(rows, per_program), slices),
+            old, *deltas, new, norm, weight, out, self._squares, self.spec.norm_eps, rows,
+            K=self.sizes.hidden, ROWS=tile.rows, BLOCK_K=tile.block_k, SLICES=slices, KEEP=step.keeps_stream,
+            DELTAS=len(absorbed), GATED=gated, warps=tile.warps,
+        )  # fmt: skip
+
+    def _decode_attention(self, launch: Launcher, w: LayerWeights, layer: int) -> None:
+        s, t, cache = self.sizes, self.tiles, self.cache
+        none = self._squares
+        launch(
+            self._attend.decode_attention, (1, s.kv_heads, t.splits),
+            self._qkv, self._squares, none if w.qkv_bias is None else w.qkv_bias, none if w.q_norm is None else w.q_norm,
+            none if w.k_norm is None else w.k_norm, cache.cos, cache.sin, cache.positions, cache.keys[layer], cache.values[layer],
+            self._split, self._lse, cache.max_context, s.head_dim**-0.5, self.spec.norm_eps, s.hidden,
+            KV_HEADS=s.kv_heads, GROUP=s.group, GROUP_PAD=max(16, triton.next_power_of_2(s.group)), DIM=s.head_dim,
+            BLOCK_T=t.block_t, SPLITS=t.splits, SLICES=t.slices, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None,
+            warps=t.attention_warps,
+        )  # fmt: skip
+
+    def _output(
+        self,
+        step: Step,
+        lane: Lane,
+        source: Tensor,
+        weight: Tensor,
+        message: Tensor,
+        tile: Tile,
+        splits: int,
+        other: Tensor | None,
+    ) -> None:
+        n, k = weight.shape
+        self.launchers[step.lane](
+            self._project.output_project, (triton.cdiv(n, tile.rows),),
+            source, self._lse, weight, lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
+            K=k, ROWS=tile.rows, BLOCK_K=tile.block_k, SPLITS=splits, DIM=self.sizes.head_dim,
+            ADD_STREAM=step.adds_stream, ADD_OTHER=other is not None, warps=tile.warps,
+        )  # fmt: skip

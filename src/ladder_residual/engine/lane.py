@@ -1,0 +1,26 @@
+"""A lane's copy of the residual stream, and the buffers that outputs travel in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Lane:
+    """Float32 stream (rows, hidden) in two buffers: the kernel that absorbs outputs reads one and writes the other, because all
+    of its programs read the old stream while one of them stores the new one."""
+
+    def __init__(self, rows: int, hidden: int, device: torch.device | str) -> None:
+        # poisoned, so that a schedule which reads the stream before it was written shows NaN instead of plausible zeros
+        self._buffers = [torch.full((rows, hidden), float("nan"), device=device) for _ in range(2)]
+        self._current = 0
+
+    @property
+    def stream(self) -> Tensor:
+        return self._buffers[self._current]
+
+    def advance(self) -> tuple[Tensor, Tensor]:
+        """(old, new) stream buffers; the new one is current from here on."""
+        old = self._buffers[self._current]
+        self._current ^= 1
+        return old, self._buffers[self._current]

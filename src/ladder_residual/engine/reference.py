@@ -1,0 +1,146 @@
+"""The slow twin: the same step in plain float32 PyTorch, every rank in one process, written to be read next to the recurrences.
+
+``streams`` holds one residual stream per rank. A sum over ranks is a Python sum. Nothing is fused, cached buffers are plain
+tensors that grow by concatenation. It runs anywhere and is what every kernel and every schedule is compared with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..config import Wiring
+from .rope import rope_tables, rotate
+from .spec import EngineSpec, RankSizes
+from .weights import LayerWeights, RankWeights
+
+
+class ReferenceDecoder:
+    """``ranks``: the shards present. With fewer than ``tp`` of them the sum is over those present: one shard alone is exactly
+    what an emulated rank computes."""
+
+    def __init__(self, spec: EngineSpec, wiring: Wiring, ranks: Sequence[RankWeights], *, tp: int, first_rank: int = 0) -> None:
+        self.spec, self.wiring, self.tp = spec, wiring, tp
+        self.ranks = [rank.float() for rank in ranks]
+        self.sizes = [RankSizes.of(spec.shape, tp, first_rank + i) for i in range(len(ranks))]
+        self.caches: list[list[tuple[Tensor, Tensor] | None]] = [[None] * spec.shape.num_layers for _ in ranks]
+        self.length = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """(B, S) new tokens after those already seen -> logits (B, S, vocabulary rows of the ranks present)."""
+        device = self.ranks[0].device
+        tokens = tokens.to(device)
+        positions = torch.arange(self.length, self.length + tokens.shape[1], device=device)
+        cos, sin = (table[positions] for table in rope_tables(self.spec, int(positions[-1]) + 1, device))
+        x0 = self._sum([_embed(w, s, tokens) for w, s in zip(self.ranks, self.sizes, strict=True)])
+        streams = self._chain(x0, cos, sin)
+        self.length += tokens.shape[1]
+        return torch.cat(
+            [_rms(x, w.final_norm, self.spec.norm_eps) @ w.head.T for x, w in zip(streams, self.ranks, strict=True)], -1
+        )
+
+    def _chain(self, x0: list[Tensor], cos: Tensor, sin: Tensor) -> list[Tensor]:
+        """x_i for every module i, literally: the history is kept, and each wiring says which x_j a module reads."""
+        wiring, tp = self.wiring, self.tp
+        xs = [x0]  # xs[i][rank] = x_i
+        diverged = False
+        i = 0
+        for layer in range(self.spec.shape.num_layers):
+            kind = wiring.kind_of(layer)
+            if diverged and kind not in ("desync", "no-comm"):
+                xs[-1], diverged = self._sum([x / tp for x in xs[-1]]), False
+            if kind == "parallel":
+                x = xs[-1]
+                attn = self._partials("attention", layer, x, cos, sin)
+                mlp = self._partials("mlp", layer, x, cos, sin, first_norm=True)
+                both = self._sum([a + m for a, m in zip(attn, mlp, strict=True)])
+                new = [a + b for a, b in zip(x, both, strict=True)]
+                # an MLP two modules on that is a ladder would read x before this layer's single sum
+                xs += [x, new]
+                i += 2
+                continue
+            for module in ("attention", "mlp"):
+                i += 1
+                x = xs[-1]
+                if kind == "ladder":
+                    read = xs[max(i - 2, 0)]
+                    partial = self._partials(module, layer, read, cos, sin)
+                    xs.append([a + b for a, b in zip(x, self._sum(partial), strict=True)])
+                elif kind == "standard":
+                    partial = self._partials(module, layer, x, cos, sin)
+                    xs.append([a + b for a, b in zip(x, self._sum(partial), strict=True)])
+                elif kind == "desync" and i % wiring.step == 0:
+                    partial = self._partials(module, layer, x, cos, sin)
+                    xs.append(self._sum([p + a / tp for p, a in zip(partial, x, strict=True)]))
+                    diverged = False
+                else:  # desync between sums, no-comm
+                    partial = self._partials(module, layer, x, cos, sin)
+                    xs.append([a + p for a, p in zip(x, partial, strict=True)])
+                    diverged = diverged or kind == "desync"
+        if diverged:
+            return self._sum([x / tp for x in xs[-1]])
+        return xs[-1]
+
+    def _sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
+        total = torch.stack(list(partials)).sum(0)
+        return [total for _ in partials]
+
+    def _partials(
+        self, module: str, layer: int, x: Sequence[Tensor], cos: Tensor, sin: Tensor, *, first_norm: bool = False
+    ) -> list[Tensor]:
+        made = []
+        for rank, (weights, sizes) in enumerate(zip(self.ranks, self.sizes, strict=True)):
+            w = weights.layers[layer]
+            if module == "attention":
+                y = _rms(x[rank], w.first_norm, self.spec.norm_eps)
+                out, cache = _attention(self.spec, sizes, w, y, cos, sin, self.caches[rank][layer])
+                self.caches[rank][layer] = cache
+            else:
+                y = _rms(x[rank], w.first_norm if first_norm else w.second_norm, self.spec.norm_eps)
+                gate, up = (y @ w.gate_up.T).chunk(2, dim=-1)
+                out = (torch.nn.functional.silu(gate) * up) @ w.down.T
+            made.append(out)
+        return made
+
+
+def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _embed(weights: RankWeights, sizes: RankSizes, tokens: Tensor) -> Tensor:
+    local = tokens - sizes.vocab_first
+    mine = (local >= 0) & (local < sizes.vocab_rows)
+    return weights.embedding[local.clamp(0, sizes.vocab_rows - 1)] * mine.unsqueeze(-1)
+
+
+def _attention(
+    spec: EngineSpec,
+    sizes: RankSizes,
+    w: LayerWeights,
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    cache: tuple[Tensor, Tensor] | None,
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    batch, steps, _ = x.shape
+    d = sizes.head_dim
+    qkv = x @ w.qkv.T
+    if w.qkv_bias is not None:
+        qkv = qkv + w.qkv_bias
+    heads = qkv.view(batch, steps, -1, d).transpose(1, 2)  # (B, heads + 2 kv, S, D)
+    q, k, v = heads.split([sizes.heads, sizes.kv_heads, sizes.kv_heads], dim=1)
+    if w.q_norm is not None and w.k_norm is not None:
+        q, k = _rms(q, w.q_norm, spec.norm_eps), _rms(k, w.k_norm, spec.norm_eps)
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if cache is not None:
+        k, v = torch.cat([cache[0], k], dim=2), torch.cat([cache[1], v], dim=2)
+    expand = (k.repeat_interleave(sizes.group, 1), v.repeat_interleave(sizes.group, 1))
+    scores = q @ expand[0].transpose(-1, -2) * d**-0.5
+    seen = (
+        torch.arange(k.shape[2], device=x.device)[None, :]
+        <= torch.arange(k.shape[2] - steps, k.shape[2], device=x.device)[:, None]
+    )
+    out = scores.masked_fill(~seen, float("-inf")).softmax(-1) @ expand[1]
+    return out.transpose(1, 2).reshape(batch, steps, -1) @ w.output.T, (k, v)

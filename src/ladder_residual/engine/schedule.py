@@ -1,0 +1,153 @@
+"""The order of work of one decode step, as data: who reads which version of the stream, what is summed, in which lane.
+
+    >>> plan = plan_steps(Wiring.parse("ladder", num_layers=2), lanes=1)
+    >>> [(step.name, step.absorbs) for step in plan.steps]
+    [('attention 0', (0,)), ('mlp 0', ()), ('attention 1', (1,)), ('mlp 1', (2,))]
+
+Outputs are numbered: 0 is the embedding, i the i-th module of the chain (attention, MLP, attention, ...), as in the recurrence
+x_i = x_{i-1} + AR(h_i(.)). A step *absorbs* outputs into its lane's copy of the stream before it reads it. With two lanes the
+attention chain and the MLP chain each keep their own copy and exchange outputs only, so that they can run at the same time.
+Nothing here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..config import Wiring
+
+MAX_ABSORBS = 3  # what one kernel adds in a go; the widest case is a standard layer after a ladder layer in two lanes
+SUPPORTED_KINDS = ("standard", "ladder", "parallel", "desync", "no-comm")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One module (or, ``kind == "agree"``, the mean of diverged streams) and what happens around it."""
+
+    kind: str  # attention | mlp | agree
+    layer: int
+    output: int  # the number of the output it makes
+    absorbs: tuple[int, ...]  # outputs to add to the lane's stream first, oldest first
+    keeps_stream: bool = True  # False: the stream starts anew from what is absorbed: the embedding, or a sync of desync
+    reduce: bool = True  # sum the output over ranks
+    adds_stream: bool = False  # desync's sync point: the message is partial + stream / ranks
+    adds_output: int | None = None  # parallel: this rank's attention partial joins the MLP's message
+    first_norm: bool = False  # parallel: the MLP reads through the layer's first norm
+    lane: int = 0
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.layer}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    wiring: Wiring
+    lanes: int
+    steps: tuple[Step, ...]
+    final: Step  # what the head absorbs (kind "head", makes no output)
+
+    @property
+    def sums(self) -> int:
+        """All-reduces per step, without the embedding's and the head's."""
+        return sum(step.reduce for step in self.steps)
+
+    def consumers(self, output: int) -> list[Step]:
+        return [step for step in (*self.steps, self.final) if output in step.absorbs]
+
+    def in_flight(self, step: Step) -> bool:
+        """Whether other work of the same lane may run while this step's sum is under way."""
+        following = [s for s in (*self.steps, self.final) if s.lane == step.lane]
+        position = following.index(step) + 1 if step in following else len(following)
+        return position < len(following) and step.output not in following[position].absorbs
+
+
+def plan_steps(wiring: Wiring, *, lanes: int = 1) -> Plan:
+    if wiring.kind not in SUPPORTED_KINDS:
+        raise ValueError(f"the CUDA engine has no {wiring.name} wiring; it runs {', '.join(SUPPORTED_KINDS)}")
+    if lanes not in (1, 2):
+        raise ValueError(f"a step runs in 1 or 2 lanes, got {lanes}")
+    if lanes == 2 and wiring.kind not in ("ladder", "standard"):
+        raise ValueError(f"two lanes need a ladder wiring, {wiring.spec} has one chain: use one lane")
+    return _plan_two_lanes(wiring) if lanes == 2 else _plan_one_lane(wiring)
+
+
+def _plan_one_lane(wiring: Wiring) -> Plan:
+    steps: list[Step] = []
+    pending: list[int] = [0]
+    keeps = False  # the embedding replaces the (empty) stream
+    diverged = False
+    extra = 2 * wiring.num_layers  # numbers for the outputs of "agree" steps
+
+    def absorb(most_recent_kept: int) -> tuple[tuple[int, ...], bool]:
+        """Take all pending outputs but the ``most_recent_kept`` newest."""
+        nonlocal pending, keeps
+        # x_{-1} = x_0: the embedding is never left behind
+        due = len(pending) - most_recent_kept if pending != [0] else 1
+        taken, pending = tuple(pending[: max(due, 0)]), pending[max(due, 0) :]
+        keep = keeps
+        if taken:
+            keeps = True
+        return taken, keep
+
+    def agree(layer: int) -> None:
+        nonlocal pending, keeps, diverged, extra
+        if not diverged:
+            return
+        extra += 1
+        taken, keep = absorb(0)
+        steps.append(Step("agree", layer, extra, taken, keeps_stream=keep))
+        pending, keeps, diverged = [extra], False, False
+
+    for layer in range(wiring.num_layers):
+        kind = wiring.kind_of(layer)
+        attention, mlp = 2 * layer + 1, 2 * layer + 2
+        if kind not in ("desync", "no-comm"):
+            agree(layer)
+        if kind == "parallel":
+            taken, keep = absorb(0)
+            steps.append(Step("attention", layer, attention, taken, keeps_stream=keep, reduce=False))
+            steps.append(Step("mlp", layer, mlp, (), adds_output=attention, first_norm=True))
+            pending.append(mlp)
+            continue
+        for name, output in (("attention", attention), ("mlp", mlp)):
+            taken, keep = absorb(1 if kind == "ladder" else 0)
+            if kind == "desync" and output % wiring.step == 0:
+                steps.append(Step(name, layer, output, taken, keeps_stream=keep, adds_stream=True))
+                keeps, diverged = False, False
+            else:
+                reduce = kind not in ("desync", "no-comm")
+                steps.append(Step(name, layer, output, taken, keeps_stream=keep, reduce=reduce))
+                diverged = diverged or kind == "desync"
+            pending.append(output)
+    agree(wiring.num_layers)
+    taken, keep = absorb(0)
+    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False)
+    return Plan(wiring, 1, tuple(steps), final)
+
+
+def _plan_two_lanes(wiring: Wiring) -> Plan:
+    """Lane 0 holds the attention chain, lane 1 the MLP chain; each absorbs what the recurrence lets it see, no more."""
+    absorbed = [-1, -1]  # the newest output in each lane's stream
+    steps: list[Step] = []
+
+    def absorb(lane: int, newest: int) -> tuple[tuple[int, ...], bool]:
+        taken = tuple(range(absorbed[lane] + 1, newest + 1))
+        keep = absorbed[lane] >= 0
+        absorbed[lane] = max(newest, absorbed[lane])
+        return taken, keep
+
+    for layer in range(wiring.num_layers):
+        behind = 2 if wiring.kind_of(layer) == "ladder" else 1
+        for lane, name in enumerate(("attention", "mlp")):
+            output = 2 * layer + 1 + lane
+            taken, keep = absorb(lane, max(output - behind, 0))
+            steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane))
+    taken, keep = absorb(1, 2 * wiring.num_layers)
+    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1)
+    return Plan(wiring, 2, tuple(steps), final)
+
+
+def can_run_two_lanes(wiring: Wiring) -> bool:
+    """Two chains exist only where some layers are ladder layers."""
+    return wiring.kind == "ladder"

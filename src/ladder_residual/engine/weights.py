@@ -1,0 +1,132 @@
+"""A rank's weights, stacked the way the kernels stream them: queries over keys over values, gate over up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .spec import EngineSpec, RankSizes
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    first_norm: Tensor  # (hidden)
+    second_norm: Tensor  # (hidden)
+    qkv: Tensor  # (heads + 2 * kv_heads) * head_dim x hidden
+    output: Tensor  # hidden x heads * head_dim
+    gate_up: Tensor  # 2 * intermediate x hidden
+    down: Tensor  # hidden x intermediate
+    qkv_bias: Tensor | None = None
+    q_norm: Tensor | None = None  # (head_dim)
+    k_norm: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RankWeights:
+    embedding: Tensor  # vocab_rows x hidden
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor
+    head: Tensor  # vocab_rows x hidden
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.embedding.device
+
+    def float(self) -> RankWeights:
+        """The same weights in float32, for the reference."""
+
+        def up(value: Tensor | None) -> Tensor | None:
+            return None if value is None else value.float()
+
+        layers = tuple(LayerWeights(**{k: up(v) for k, v in vars(layer).items()}) for layer in self.layers)  # type: ignore[arg-type]
+        return RankWeights(self.embedding.float(), layers, self.final_norm.float(), self.head.float())
+
+
+def stack_weights(
+    spec: EngineSpec, sizes: RankSizes, weights: MutableMapping[str, Tensor] | Mapping[str, Tensor], *, release: bool = False
+) -> RankWeights:
+    """From a rank's slices under Hugging Face names. ``release`` removes each tensor from ``weights`` once it is stacked, so
+    that a shard which fills the card is never held twice."""
+
+    def take(name: str, rows: int, columns: int | None = None) -> Tensor:
+        if name not in weights:
+            raise ValueError(f"the shard of rank {sizes.rank} lacks {name}")
+        tensor = weights.pop(name) if release and isinstance(weights, MutableMapping) else weights[name]
+        want = (rows,) if columns is None else (rows, columns)
+        if tuple(tensor.shape) != want:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}, rank {sizes.rank} of tp={sizes.tp} needs {want}")
+        return tensor
+
+    h, d = sizes.hidden, sizes.head_dim
+    q, kv, ff = sizes.heads * d, sizes.kv_heads * d, sizes.intermediate
+    embedding = take("model.embed_tokens.weight", sizes.vocab_rows, h)
+    layers = []
+    for index in range(sizes.layers):
+        at = f"model.layers.{index}."
+        attn, mlp = at + "self_attn.", at + "mlp."
+        qkv = [take(attn + f"{n}_proj.weight", rows, h) for n, rows in (("q", q), ("k", kv), ("v", kv))]
+        bias = [take(attn + f"{n}_proj.bias", rows) for n, rows in (("q", q), ("k", kv), ("v", kv))] if spec.qkv_bias else []
+        layers.append(
+            LayerWeights(
+                first_norm=take(at + "input_layernorm.weight", h),
+                second_norm=take(at + "post_attention_layernorm.weight", h),
+                qkv=torch.cat(qkv),
+                output=take(attn + "o_proj.weight", h, q).contiguous(),
+                gate_up=torch.cat([take(mlp + "gate_proj.weight", ff, h), take(mlp + "up_proj.weight", ff, h)]),
+                down=take(mlp + "down_proj.weight", h, ff).contiguous(),
+                qkv_bias=torch.cat(bias) if bias else None,
+                q_norm=take(attn + "q_norm.weight", d) if spec.head_norm else None,
+                k_norm=take(attn + "k_norm.weight", d) if spec.head_norm else None,
+            )
+        )
+    tied = spec.shape.tied_embeddings and "lm_head.weight" not in weights
+    head = embedding if tied else take("lm_head.weight", sizes.vocab_rows, h)
+    return RankWeights(embedding, tuple(layers), take("model.norm.weight", h), head)
+
+
+def random_weights(
+    spec: EngineSpec, tp: int, rank: int, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
+) -> dict[str, Tensor]:
+    """A rank's shard under Hugging Face names, for benchmarks and tests. Scaled so that activations stay of order one at any
+    depth: random weights that blow up would hide errors behind infinities."""
+    sizes = RankSizes.of(spec.shape, tp, rank)
+    generator = torch.Generator(device=device).manual_seed(seed * 1009 + rank)
+    h, d = sizes.hidden, sizes.head_dim
+    q, kv, ff = sizes.heads * d, sizes.kv_heads * d, sizes.intermediate
+
+    def normal(rows: int, columns: int, scale: float) -> Tensor:
+        made = torch.empty(rows, columns, dtype=dtype, device=device)
+        return made.normal_(0, scale, generator=generator)
+
+    def near_one(size: int) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device).uniform_(0.5, 1.5, generator=generator)
+
+    depth = (2 * sizes.layers) ** -0.5
+    made = {"model.embed_tokens.weight": normal(sizes.vocab_rows, h, 1.0)}
+    for index in range(sizes.layers):
+        at = f"model.layers.{index}."
+        attn, mlp = at + "self_attn.", at + "mlp."
+        for name, rows in (("q", q), ("k", kv), ("v", kv)):
+            made[attn + f"{name}_proj.weight"] = normal(rows, h, h**-0.5)
+            if spec.qkv_bias:
+                made[attn + f"{name}_proj.bias"] = normal(1, rows, 0.3)[0]
+        made[attn + "o_proj.weight"] = normal(h, q, depth * (q * tp) ** -0.5)
+        made[mlp + "gate_proj.weight"] = normal(ff, h, h**-0.5)
+        made[mlp + "up_proj.weight"] = normal(ff, h, h**-0.5)
+        made[mlp + "down_proj.weight"] = normal(h, ff, depth * (ff * tp) ** -0.5)
+        made[at + "input_layernorm.weight"] = near_one(h)
+        made[at + "post_attention_layernorm.weight"] = near_one(h)
+        if spec.head_norm:
+            made[attn + "q_norm.weight"] = near_one(d)
+            made[attn + "k_norm.weight"] = near_one(d)
+    made["model.norm.weight"] = near_one(h)
+    if not spec.shape.tied_embeddings:
+        made["lm_head.weight"] = normal(sizes.vocab_rows, h, h**-0.5)
+    return made

@@ -1,0 +1,164 @@
+"""The Triton kernels on the CPU interpreter against the slow twin, at small shapes, with poisoned outputs."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # read when the kernels are defined: before their import
+pytest.importorskip("triton")
+
+from ladder_residual.config import Wiring
+from ladder_residual.engine.cache import KVCache
+from ladder_residual.engine.execute import Executor
+from ladder_residual.engine.gemm_ops import GemmOps
+from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
+from ladder_residual.engine.prefill_ops import PrefillOps
+from ladder_residual.engine.reducers import NoReducer
+from ladder_residual.engine.reference import ReferenceDecoder
+from ladder_residual.engine.schedule import plan_steps
+from ladder_residual.engine.spec import HEAD_DIMS, EngineSpec, RankSizes
+from ladder_residual.engine.streams import RecordingStreams
+from ladder_residual.engine.weights import random_weights, stack_weights
+from ladder_residual.presets import ModelShape
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are tested in tests/gpu")
+
+
+@pytest.fixture(autouse=True)
+def _interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6's interpreter converts one-element arrays with int(), which numpy 2.4 refuses."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+
+    def patched(tensor, scope):
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+
+
+def shape(family: str = "llama", **sizes: int) -> ModelShape:
+    usual = {
+        "hidden_size": 96,
+        "intermediate_size": 80,
+        "num_layers": 2,
+        "num_heads": 4,
+        "num_kv_heads": 2,
+        "head_dim": 64,
+        "vocab_size": 50,
+    }
+    return ModelShape(family=family, **{**usual, **sizes})  # type: ignore[arg-type]
+
+
+def tiles(slices: int, splits: int, merge: bool, block_k: int = 32) -> GemvTiles:
+    tile = Tile(4, block_k, 1)
+    return GemvTiles(tile, Tile(4, 128, 1), tile, tile, tile, slices=slices, splits=splits, block_t=16, merge_in_output=merge)
+
+
+def step_against_reference(spec, wiring, batch, prompt, ops_of, lanes=1, tp=1, rank=0):
+    """Prefill with the plain ops, then three decode steps with the kernels; largest relative error of the logits."""
+    sizes = RankSizes.of(spec.shape, tp, rank)
+    weights = stack_weights(spec, sizes, random_weights(spec, tp, rank, torch.float32, "cpu"))
+    cache = KVCache(spec, sizes, batch, 64, torch.float32, "cpu")
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(0, spec.shape.vocab_size, (batch, prompt + 3), generator=generator)
+    reference = ReferenceDecoder(spec, wiring, [weights], tp=tp, first_rank=rank)
+
+    def executor(ops, rows, count):
+        return Executor(
+            plan_steps(wiring, lanes=count), ops, NoReducer(), RecordingStreams(), rows=rows, hidden=sizes.hidden, tp=tp,
+            dtype=torch.float32, device=torch.device("cpu"),
+        )  # fmt: skip
+
+    if prompt:
+        logits = torch.empty(batch * prompt, sizes.vocab_rows)
+        executor(PrefillOps(spec, sizes, weights, cache, prompt), batch * prompt, 1).run(tokens[:, :prompt], logits)
+        reference.forward(tokens[:, :prompt])
+    worst = 0.0
+    decode = executor(ops_of(spec, sizes, weights, cache), batch, lanes)
+    for step in range(3):
+        cache.positions.fill_(prompt + step)
+        logits = torch.full((batch, sizes.vocab_rows), float("nan"))
+        decode.run(tokens[:, prompt + step].contiguous(), logits)
+        expected = reference.forward(tokens[:, prompt + step : prompt + step + 1])[:, 0]
+        assert torch.isfinite(logits).all()
+        worst = max(worst, float((logits - expected).norm() / expected.norm()))
+    return worst
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(("slices", "splits", "merge"), [(1, 1, True), (3, 2, True), (2, 3, False)])
+def test_one_token_kernels(family: str, slices: int, splits: int, merge: bool) -> None:
+    spec = EngineSpec.from_shape(shape(family))
+    made = tiles(slices, splits, merge)
+    wiring = Wiring.parse("ladder", 2)
+    assert step_against_reference(spec, wiring, 1, 19, lambda *a: GemvOps(*a, made, pdl=False)) < 2e-5
+
+
+@pytest.mark.parametrize("spec", ["standard", "parallel", "desync-2x", "desync-3x", "no-comm", "ladder:1"])
+def test_wirings_with_one_token_kernels(spec: str) -> None:
+    made = tiles(1, 2, True)
+    engine_spec = EngineSpec.from_shape(shape())
+    assert (
+        step_against_reference(engine_spec, Wiring.parse(spec, 2), 1, 5, lambda *a: GemvOps(*a, made, pdl=False), tp=2, rank=1)
+        < 2e-5
+    )
+
+
+def test_two_lanes_with_one_token_kernels_and_no_context() -> None:
+    made = tiles(3, 4, True)
+    spec = EngineSpec.from_shape(shape(num_layers=3))
+    assert (
+        step_against_reference(spec, Wiring.parse("ladder", 3), 1, 0, lambda *a: GemvOps(*a, made, pdl=False), lanes=2) < 2e-5
+    )
+
+
+@pytest.mark.parametrize(("hidden", "ff", "heads", "block_k"), [(72, 40, 3, 32), (128, 200, 2, 128)])
+def test_sizes_that_do_not_fill_a_tile(hidden: int, ff: int, heads: int, block_k: int) -> None:
+    spec = EngineSpec.from_shape(shape(hidden_size=hidden, intermediate_size=ff, num_heads=heads, num_kv_heads=1))
+    made = tiles(1, 2, False, block_k)
+    assert step_against_reference(spec, Wiring.parse("standard", 2), 1, 9, lambda *a: GemvOps(*a, made, pdl=False)) < 2e-5
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_kernels_for_several_sequences(family: str, batch: int) -> None:
+    spec = EngineSpec.from_shape(shape(family))
+    wiring = Wiring.parse("ladder", 2)
+    assert step_against_reference(spec, wiring, batch, 18, lambda *a: GemmOps(*a, pdl=False, splits=2)) < 2e-5
+
+
+@pytest.mark.parametrize("wiring", ["standard", "parallel", "desync-2x", "desync-3x"])
+def test_wirings_with_several_sequences(wiring: str) -> None:
+    spec = EngineSpec.from_shape(shape())
+    worst = step_against_reference(
+        spec, Wiring.parse(wiring, 2), 2, 4, lambda *a: GemmOps(*a, pdl=False, splits=1), tp=2, rank=1
+    )
+    assert worst < 2e-5
+
+
+def test_default_tiles_fit_every_preset() -> None:
+    from ladder_residual.presets import presets
+
+    for name, preset in presets().items():
+        if not preset.gated_mlp or preset.head_dim not in HEAD_DIMS:
+            continue
+        for tp in (1, 2, 4, 8):
+            if (
+                preset.num_heads % tp
+                or preset.intermediate_size % tp
+                or (preset.num_kv_heads % tp and tp % preset.num_kv_heads)
+            ):
+                continue
+            sizes = RankSizes.of(preset, tp, 0)
+            made = GemvTiles.default(sizes, 2048)
+            assert sizes.hidden % made.slices == 0, name
+            for tile in (made.qkv, made.output, made.gate_up, made.down, made.head):
+                assert tile.block_k & (tile.block_k - 1) == 0, (name, tile)
+            if made.merge_in_output:
+                assert (sizes.heads * sizes.head_dim) % made.output.block_k == 0, name

@@ -1,0 +1,181 @@
+"""Plans as data, and plans run on the CPU: every wiring and both schedules must compute what the slow twin computes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ladder_residual.config import Wiring
+from ladder_residual.engine.cache import KVCache
+from ladder_residual.engine.execute import RING, Executor
+from ladder_residual.engine.prefill_ops import PrefillOps
+from ladder_residual.engine.reducers import NoReducer
+from ladder_residual.engine.reference import ReferenceDecoder
+from ladder_residual.engine.schedule import can_run_two_lanes, plan_steps
+from ladder_residual.engine.spec import EngineSpec, RankSizes
+from ladder_residual.engine.streams import RecordingStreams
+from ladder_residual.engine.weights import random_weights, stack_weights
+from ladder_residual.presets import ModelShape
+
+LAYERS = 6
+SHAPE = ModelShape(
+    family="qwen3",
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=LAYERS,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=64,
+    vocab_size=97,
+)
+WIRINGS = [
+    "standard", "ladder", "ladder:3-5", "ladder:0-2", "ladder:1,3,4", "parallel", "parallel:2-3", "desync-2x", "desync-4x",
+    "desync-5x", "desync-3x:0-2", "no-comm",
+]  # fmt: skip
+
+
+class Announced(NoReducer):
+    """Sums nothing, but says it has something to wait for, so that the executor starts and waits for sums."""
+
+    silent = False
+
+    def allocate(self, rows, hidden, dtype, device):
+        return super().allocate(rows, hidden, dtype, device)[0], super().allocate(rows, hidden, dtype, device)[0]
+
+    def reduce(self, message, total, lane, launch):
+        total.copy_(message)
+
+
+def run(wiring: Wiring, lanes: int, tp: int, rank: int, tokens: torch.Tensor, reducer=None):
+    spec = EngineSpec.from_shape(SHAPE)
+    sizes = RankSizes.of(SHAPE, tp, rank)
+    weights = stack_weights(spec, sizes, random_weights(spec, tp, rank, torch.float32, "cpu"))
+    batch, steps = tokens.shape
+    cache = KVCache(spec, sizes, batch, 16, torch.float32, "cpu")
+    streams = RecordingStreams()
+    executor = Executor(
+        plan_steps(wiring, lanes=lanes), PrefillOps(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
+        rows=batch * steps, hidden=SHAPE.hidden_size, tp=tp, dtype=torch.float32, device=torch.device("cpu"),
+    )  # fmt: skip
+    logits = torch.full((batch * steps, sizes.vocab_rows), float("nan"))
+    executor.run(tokens, logits)
+    reference = ReferenceDecoder(spec, wiring, [weights], tp=tp, first_rank=rank).forward(tokens)
+    return logits.view(batch, steps, -1), reference, streams.log
+
+
+@pytest.mark.parametrize("spec", WIRINGS)
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("announced", [False, True])
+def test_every_schedule_computes_the_recurrence(spec: str, lanes: int, announced: bool) -> None:
+    wiring = Wiring.parse(spec, LAYERS)
+    if lanes == 2 and not can_run_two_lanes(wiring):
+        pytest.skip("one chain only")
+    tokens = torch.randint(0, SHAPE.vocab_size, (3, 5), generator=torch.Generator().manual_seed(1))
+    logits, reference, _ = run(wiring, lanes, tp=2, rank=1, tokens=tokens, reducer=Announced() if announced else None)
+    torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", ["ladder", "parallel", "desync-2x", "no-comm", "ladder:3-5"])
+def test_wirings_differ_from_standard(spec: str) -> None:
+    """If they did not, the comparison above would prove nothing."""
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, 4), generator=torch.Generator().manual_seed(2))
+    _, standard, _ = run(Wiring.parse("standard", LAYERS), 1, 2, 0, tokens)
+    _, other, _ = run(Wiring.parse(spec, LAYERS), 1, 2, 0, tokens)
+    differs = (standard - other).norm() / standard.norm() > 1e-2
+    assert differs == (spec != "no-comm")  # one shard alone: nothing is lost by not summing
+
+
+@pytest.mark.parametrize("spec", ["standard", "ladder", "parallel", "ladder:2-4"])
+def test_reference_of_all_ranks_equals_one_rank(spec: str) -> None:
+    """The shards of tp=2 summed give the model of tp=1: slices of the same weights."""
+    engine_spec = EngineSpec.from_shape(SHAPE)
+    whole = random_weights(engine_spec, 1, 0, torch.float32, "cpu")
+    shards = [_slice(whole, rank, 2) for rank in range(2)]
+    wiring = Wiring.parse(spec, LAYERS)
+    tokens = torch.randint(0, SHAPE.vocab_size, (2, 5))
+    one = ReferenceDecoder(engine_spec, wiring, [stack_weights(engine_spec, RankSizes.of(SHAPE, 1, 0), whole)], tp=1)
+    two = ReferenceDecoder(
+        engine_spec, wiring, [stack_weights(engine_spec, RankSizes.of(SHAPE, 2, r), s) for r, s in enumerate(shards)], tp=2
+    )
+    expected = one.forward(tokens)
+    torch.testing.assert_close(two.forward(tokens)[..., : SHAPE.vocab_size], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        two.forward(tokens[:, :1])[..., : SHAPE.vocab_size], one.forward(tokens[:, :1]), rtol=1e-4, atol=1e-5
+    )
+
+
+def _slice(whole: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, torch.Tensor]:
+    out = {}
+    for name, tensor in whole.items():
+        if any(key in name for key in ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")):
+            out[name] = tensor.chunk(tp, dim=0)[rank]
+        elif "o_proj" in name or "down_proj" in name:
+            out[name] = tensor.chunk(tp, dim=1)[rank]
+        elif "embed" in name or "lm_head" in name:
+            rows = -(-tensor.shape[0] // tp)
+            padded = torch.cat([tensor, tensor.new_zeros(rows * tp - tensor.shape[0], tensor.shape[1])])
+            out[name] = padded[rank * rows : (rank + 1) * rows]
+        else:
+            out[name] = tensor
+    return out
+
+
+def test_one_lane_ladder_hides_every_sum() -> None:
+    """Between the start of a sum and the wait for it, another module computes on the main stream."""
+    tokens = torch.zeros(1, 1, dtype=torch.long)
+    *_, log = run(Wiring.parse("ladder", LAYERS), 1, 2, 0, tokens, reducer=Announced())
+    for layer in range(LAYERS - 1):
+        for kind, hider in (("attention", f"mlp {layer}"), ("mlp", f"attention {layer + 1}")):
+            started = log.index((f"sum-{0 if kind == 'attention' else 1}", "compute", f"sum of {kind} {layer}"))
+            waited = log.index(("main", "wait", f"sum of {kind} {layer}"))
+            assert ("main", "compute", hider) in log[started:waited]
+
+
+def test_standard_sums_in_line() -> None:
+    *_, log = run(Wiring.parse("standard", LAYERS), 1, 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=Announced())
+    assert not [entry for entry in log if entry[1] == "wait"]
+    assert sum(entry[2].startswith("sum of") for entry in log) == 2 * LAYERS
+
+
+def test_two_lanes_wait_only_for_the_other_lane() -> None:
+    plan = plan_steps(Wiring.parse("ladder", LAYERS), lanes=2)
+    newest = {0: 0, 1: 0}
+    for step in plan.steps:
+        newest[step.lane] = max((newest[step.lane], *step.absorbs))
+        assert newest[step.lane] == max(step.output - 2, 0)  # x_{i-2}
+    assert plan.final.absorbs == (2 * LAYERS - 1, 2 * LAYERS)
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("spec", ["ladder", "ladder:3-5", "ladder:1,4"])
+def test_ring_is_never_overwritten_while_needed(spec: str, lanes: int) -> None:
+    """A slot is reused RING steps later; by then every consumer must be *ordered* before the writer, not merely earlier in the list."""
+    plan = plan_steps(Wiring.parse(spec, LAYERS), lanes=lanes)
+    steps = [*plan.steps, plan.final]
+    before: dict[int, set[int]] = {}  # step index -> indices known finished when it starts
+    last_in_lane: dict[int, int] = {}
+    maker = {step.output: i for i, step in enumerate(plan.steps)}
+    for i, step in enumerate(steps):
+        known: set[int] = set()
+        for j in [last_in_lane.get(step.lane), *(maker[o] for o in step.absorbs if o)]:
+            if j is not None:
+                known |= before[j] | {j}
+        before[i] = known
+        last_in_lane[step.lane] = i
+        if i >= RING and i < len(plan.steps):
+            for consumer in plan.consumers(steps[i - RING].output):
+                assert steps.index(consumer) in known
+
+
+@pytest.mark.parametrize(
+    ("spec", "sums"), [("standard", 12), ("ladder", 12), ("parallel", 6), ("desync-2x", 6), ("desync-5x", 3), ("no-comm", 0)]
+)
+def test_number_of_sums(spec: str, sums: int) -> None:
+    assert plan_steps(Wiring.parse(spec, LAYERS)).sums == sums
+
+
+def test_refusals() -> None:
+    with pytest.raises(ValueError, match="no delayed-1 wiring"):
+        plan_steps(Wiring.parse("delayed-1", LAYERS))
+    with pytest.raises(ValueError, match="two lanes need a ladder wiring"):
+        plan_steps(Wiring.parse("parallel", LAYERS), lanes=2)
