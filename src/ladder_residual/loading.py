@@ -102,22 +102,22 @@ def load_model(
     world = world or World()
     checkpoint = Checkpoint(resolve(source))
     family = family_of(checkpoint.config)
-    config = _config(checkpoint, family, wiring)
+    config = model_config(checkpoint, family, wiring)
     shape = ModelShape.from_hf(config.to_dict())
     check_divides(shape, family, world.size, uneven)
     wiring_of(config).check_tp(world.size)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
-    target = DTYPES[dtype] if dtype != "auto" else _stored_dtype(config)
+    target = DTYPES[dtype] if dtype != "auto" else stored_dtype(config)
     options = {"attn_implementation": attention} if attention else {}
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
-    _restore_buffers(model, world.device)
+    restore_buffers(model, world.device)
 
     def read(name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
         return _read_parameter(checkpoint, name, shape, cut).to(target)
 
-    _place_parameters(model, read, shape, family, world)
+    place_parameters(model, read, shape, family, world)
     checkpoint.close()
     if (checkpoint.directory / "generation_config.json").exists():
         from transformers import GenerationConfig
@@ -144,7 +144,7 @@ def shard_model(model: PreTrainedModel, world: World, *, reducer: Reducer | None
             return tensor.clone()
         return torch.cat([tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges], cut.dim)
 
-    _place_parameters(model, read, shape, family, world)
+    place_parameters(model, read, shape, family, world)
     set_reducers(model, reducer or world.reducer())
     return model
 
@@ -157,7 +157,7 @@ def set_reducers(model: PreTrainedModel, reducer: Reducer) -> None:
             module.reducer = reducer
 
 
-def _config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> Any:
+def model_config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> Any:
     fields = {key: value for key, value in checkpoint.config.items() if key not in ("model_type", "auto_map")}
     layers = fields.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool):
@@ -177,11 +177,11 @@ def _config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> Any:
         raise ValueError(f"{checkpoint.directory / 'config.json'} is not a valid {family.model_type} config: {error}") from error
 
 
-def _stored_dtype(config: Any) -> torch.dtype:
+def stored_dtype(config: Any) -> torch.dtype:
     return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
 
 
-def _restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
+def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Buffers that are computed and not stored (rotary frequencies, embedding scale) get memory and their values."""
     for module in model.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
@@ -228,7 +228,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -
         )
 
 
-def _place_parameters(
+def place_parameters(
     model: PreTrainedModel,
     read: Callable[[str, tuple[int, ...], Cut | None], Tensor],
     shape: ModelShape,

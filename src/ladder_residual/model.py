@@ -104,7 +104,7 @@ class RewiredModel(PreTrainedModel):
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        _place_layers(self)
+        place_layers(self)
 
     @property
     def wiring(self) -> Wiring:
@@ -134,7 +134,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return model.base_model.layers  # every family here calls them so
 
 
-def _place_layers(model: PreTrainedModel) -> None:
+def place_layers(model: PreTrainedModel) -> None:
     wiring = wiring_of(model.config)
     family = family_of(model.config.to_dict())
     check_wiring(family, wiring)
@@ -173,7 +173,7 @@ def rewire(model: PreTrainedModel, spec: str) -> PreTrainedModel:
         model.config.__class__ = config_class
         model.config.auto_map = auto_map(family.model_type)
     model.config.wiring = wiring.spec
-    _place_layers(model)
+    place_layers(model)
     return model
 
 

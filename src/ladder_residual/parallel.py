@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from .reduce import AsyncReducer, GroupReducer, LatencyReducer, Reducer
 from .sharding import Cut
+from .sockets import PeerLost, PeerSockets, reachable_address
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
 
@@ -34,12 +36,13 @@ class World:
     size: int = 1
     device: torch.device = torch.device("cpu")
     group: dist.ProcessGroup | None = None
+    sockets: PeerSockets | None = None  # CPU hosts: the fast way for small messages
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def reducer(self, kind: str = "async", *, latency: float = 0.0, gather_below: int | None = None) -> Reducer:
+    def reducer(self, kind: str = "async", *, latency: float = 0.0, exchange_below: int | None = None) -> Reducer:
         """``async`` (hidden), ``blocking`` (its slow twin) or ``none``; ``latency`` emulates a slower link, in seconds."""
         if kind not in ("async", "blocking", "none"):
             raise ValueError(f"unknown reducer {kind!r}; choose async, blocking or none")
@@ -50,8 +53,8 @@ class World:
                 raise ValueError("an emulated latency needs the async reducer")
             return GroupReducer(self.group)
         if latency:
-            return LatencyReducer(self.group, seconds=latency, gather_below=gather_below)
-        return AsyncReducer(self.group, gather_below)
+            return LatencyReducer(self.group, self.sockets, exchange_below, seconds=latency)
+        return AsyncReducer(self.group, self.sockets, exchange_below)
 
     def barrier(self) -> None:
         if self.size > 1:
@@ -64,6 +67,20 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
+
+    def ask(self, question: Callable[[], str], turn: int) -> str:
+        """Rank 0's answer to ``question`` on every rank. A person may take longer than any collective's time-out, so the other
+        ranks look into the store instead of waiting in one."""
+        if self.size == 1:
+            return question()
+        store, key = dist.distributed_c10d._get_default_store(), f"ladder_residual/ask/{turn}"
+        if self.is_main:
+            answer = question()
+            store.set(key, answer)
+            return answer
+        while not store.check([key]):
+            time.sleep(0.02)
+        return store.get(key).decode()
 
 
 def launched() -> bool:
@@ -99,19 +116,45 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         return
     backend = "nccl" if where.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=where if backend == "nccl" else None)
-    world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD)
+    sockets = None
     try:
+        if backend == "gloo":
+            sockets = _connect(timeout)
+        world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD, sockets)
         yield world
+        _leave_together(world)
     except RuntimeError as error:
         # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, and where.
         if any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out")):
-            raise RuntimeError(
-                f"rank {world.rank} of {world.size} on {socket.gethostname()} lost its peers (a rank died or its link is down): "
+            raise PeerLost(
+                f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()} lost its peers (a rank died or its link is down): "
                 f"{str(error).splitlines()[0][:200]}"
             ) from error
         raise
     finally:
+        if sockets is not None:
+            sockets.close()
         dist.destroy_process_group()
+
+
+def _connect(timeout: float) -> PeerSockets:
+    """Gloo's own interface choice holds here too: GLOO_SOCKET_IFNAME=lo keeps everything on this host."""
+    master, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
+    host = "127.0.0.1" if os.environ.get("GLOO_SOCKET_IFNAME") == "lo" else reachable_address(master, port)
+    store = dist.distributed_c10d._get_default_store()
+    return PeerSockets(store, dist.get_rank(), dist.get_world_size(), host, timeout)
+
+
+def _leave_together(world: World) -> None:
+    """A rank that closes its sockets while another still reads makes that one fail: part only when all are done."""
+    store = dist.distributed_c10d._get_default_store()
+    store.add("ladder_residual/left", 1)
+    deadline = time.monotonic() + DEFAULT_TIMEOUT_SECONDS
+    try:
+        while store.add("ladder_residual/left", 0) < world.size and time.monotonic() < deadline:
+            time.sleep(0.005)
+    except dist.DistError:  # whoever hosts the store saw the last of us arrive and has left
+        pass
 
 
 def finish_gradients(model: nn.Module, world: World) -> None:

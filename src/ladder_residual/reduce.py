@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# Up to this size a gather + local sum (one network round trip) beats gloo's all-reduce (two). Two ranks send the same number
-# of bytes either way; with more, the gather sends size/2 times as many, so it is kept for messages where latency rules.
-GATHER_BELOW_TWO_RANKS = 1 << 20
-GATHER_BELOW = 1 << 16
+from .sockets import PeerSockets
+
+# Up to this size an exchange of whole partials + local sum (one network trip) beats gloo's all-reduce (two). Two ranks send the
+# same number of bytes either way; more ranks send size/2 times as many, so there it is kept for messages where latency rules.
+EXCHANGE_BELOW_TWO_RANKS = 1 << 20
+EXCHANGE_BELOW = 1 << 16
 
 
 class Sum:
@@ -41,14 +43,29 @@ class _Ready(Sum):
 
 
 class _InFlight(Sum):
-    def __init__(self, work: dist.Work, buffer: Tensor, combine: Callable[[Tensor], Tensor] | None = None) -> None:
-        self.work, self.buffer, self.combine = work, buffer, combine
+    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
+        self.work, self.buffer = work, buffer
 
     def finish(self) -> Tensor:
         self.work.wait()
-        if self.combine is not None:
-            self.buffer, self.combine = self.combine(self.buffer), None
         return self.buffer
+
+
+class _Exchange(Sum):
+    """Every rank's partial, on its way to every other. Added in rank order everywhere, so the ranks agree to the last bit."""
+
+    def __init__(self, sockets: PeerSockets, number: int, partials: list[Tensor]) -> None:
+        self.sockets, self.number, self.partials = sockets, number, partials
+        self.total: Tensor | None = None
+
+    def finish(self) -> Tensor:
+        if self.total is None:
+            self.sockets.receive(self.number)
+            self.total = self.partials[0] + self.partials[1]
+            for partial in self.partials[2:]:
+                self.total += partial
+            self.partials = []
+        return self.total
 
 
 class _Late(Sum):
@@ -59,9 +76,9 @@ class _Late(Sum):
 
     def finish(self) -> Tensor:
         total = self.inner.finish()
-        while (left := self.ready_at - time.perf_counter()) > 0:
-            # sleep() overshoots by some 60 us; the last stretch is spun so that the emulated latency is what it says
-            time.sleep(left - 1e-4) if left > 2e-4 else time.sleep(0)
+        left = self.ready_at - time.perf_counter()
+        if left > 0:
+            time.sleep(left)  # not spun: on a small host the spinning rank would take the core its peer's network thread needs
         return total
 
 
@@ -178,13 +195,6 @@ class GroupReducer(Reducer):
         assert work is not None
         return _InFlight(work, buffer)
 
-    def all_gather(self, local: Tensor, combine: Callable[[Tensor], Tensor]) -> Sum:
-        local = local.contiguous()
-        stacked = local.new_empty((self.size, *local.shape))  # [rank, ...]
-        work = dist.all_gather(list(stacked.unbind(0)), local, group=self.group, async_op=True)
-        assert work is not None
-        return _InFlight(work, stacked, combine)
-
     def gather(self, local: Tensor) -> Tensor:
         return _Gather.apply(local, self)
 
@@ -195,7 +205,9 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, reducer: GroupReducer) -> Tensor:
         ctx.width, ctx.rank = local.shape[-1], reducer.rank
-        return reducer.all_gather(local, lambda stacked: torch.cat(stacked.unbind(0), dim=-1)).finish()
+        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(reducer.size)]
+        dist.all_gather(parts, local.contiguous(), group=reducer.group)
+        return torch.cat(parts, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -205,31 +217,38 @@ class _Gather(torch.autograd.Function):
 class AsyncReducer(GroupReducer):
     """Sums over a process group while the caller goes on computing.
 
-    Messages of at most ``gather_below`` bytes are exchanged whole and summed locally: one round trip instead of two, and every
-    rank adds in the same order, so the ranks agree to the last bit.
+    With ``sockets`` (CPU hosts), messages of at most ``exchange_below`` bytes are exchanged whole and summed locally: one trip over
+    the network instead of two, and no helper thread.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, gather_below: int | None = None) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | None = None, sockets: PeerSockets | None = None, exchange_below: int | None = None
+    ) -> None:
         super().__init__(group)
-        if gather_below is None:
-            # NCCL's own small-message protocols are one round trip already
-            latency_bound = dist.get_backend(group) == "gloo"
-            gather_below = (GATHER_BELOW_TWO_RANKS if self.size == 2 else GATHER_BELOW) if latency_bound else 0
-        if gather_below < 0:
-            raise ValueError(f"gather_below is a number of bytes, 0 or more; got {gather_below}")
-        self.gather_below = gather_below
+        if exchange_below is None:
+            exchange_below = EXCHANGE_BELOW_TWO_RANKS if self.size == 2 else EXCHANGE_BELOW
+        if exchange_below < 0:
+            raise ValueError(f"exchange_below is a number of bytes, 0 or more; got {exchange_below}")
+        self.sockets, self.exchange_below = sockets, exchange_below
 
     def launch(self, partial: Tensor) -> Sum:
-        if partial.numel() * partial.element_size() <= self.gather_below:
-            return self.all_gather(partial, lambda stacked: stacked.sum(0))
-        return self.all_reduce(partial)
+        if self.sockets is None or partial.numel() * partial.element_size() > self.exchange_below:
+            return self.all_reduce(partial)
+        return _Exchange(self.sockets, *self.sockets.exchange(partial))
 
 
 class LatencyReducer(AsyncReducer):
     """An asynchronous reducer over an *emulated* slower link: no sum is there sooner than ``seconds`` after its start."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None, *, seconds: float, gather_below: int | None = None) -> None:
-        super().__init__(group, gather_below)
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        sockets: PeerSockets | None = None,
+        exchange_below: int | None = None,
+        *,
+        seconds: float,
+    ) -> None:
+        super().__init__(group, sockets, exchange_below)
         if not 0 <= seconds <= 60:
             raise ValueError(f"an emulated latency is between 0 and 60 seconds, got {seconds}")
         self.seconds = seconds

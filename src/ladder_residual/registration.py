@@ -17,7 +17,11 @@ from types import ModuleType
 from .families import FAMILIES
 
 
-def register_configs() -> None:
+def register_configs(*, models_ready: bool = False) -> None:
+    models = sys.modules.get("transformers.models.auto.modeling_auto")
+    if not models_ready and models is not None and getattr(models.__spec__, "_initializing", False):
+        return  # it is what imports the configs; they cannot be used before it is complete, and then it registers them itself
+
     from transformers.models.auto.configuration_auto import AutoConfig
 
     from .hf_config import ladder_config_class
@@ -31,6 +35,7 @@ def register_models() -> None:
 
     from .model import ladder_classes
 
+    register_configs(models_ready=True)
     for family in FAMILIES.values():
         config_class, model_class = ladder_classes(family.model_type)
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)

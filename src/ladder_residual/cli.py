@@ -1,0 +1,345 @@
+"""The command ``ladder``: parse, call, print. Everything heavy is imported inside the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .launch import USER_ERROR
+
+app = typer.Typer(
+    name="ladder",
+    help="Tensor parallelism that does not wait for the network: rewire, generate, measure.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+bench = typer.Typer(help="Measure. The last line printed is the whole result as JSON.", no_args_is_help=True)
+app.add_typer(bench, name="bench")
+
+Source = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
+Ranks = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
+WiringOption = Annotated[str | None, typer.Option("--wiring", help="Another wiring than the checkpoint's own.")]
+Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
+Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+
+
+@app.callback(invoke_without_command=True)
+def _root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version and stop.")] = False
+) -> None:
+    if version:
+        from . import __version__
+
+        print(f"ladder-residual {__version__}")
+        raise typer.Exit()
+
+
+@app.command()
+def convert(
+    source: Source,
+    target: Annotated[Path, typer.Argument(help="Directory to write.")],
+    wiring: Annotated[str, typer.Option(help="e.g. ladder, ladder:last-half, ladder:16-31, desync-2x; standard is the way back.")],
+    copy: Annotated[bool, typer.Option("--copy/--link", help="Copy the weights instead of linking them.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+) -> None:
+    """Rewire a checkpoint: its config changes, its weights stay."""
+    from .convert import convert as run
+    from .convert import describe
+
+    describe(run(source, target, wiring, copy=copy, overwrite=overwrite), print)
+
+
+@app.command()
+def inspect(source: Source, as_json: Json = False) -> None:
+    """Family, wiring layer by layer, size, and memory per rank."""
+    from .inspection import inspect_checkpoint
+
+    result = inspect_checkpoint(source)
+    if as_json:
+        print(json.dumps(result))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"family      {result['family']}", highlight=False)
+    console.print(f"wiring      {result['wiring']}", highlight=False)
+    console.print(f"layers      {result['picture']}  (| standard, # rewired; layer 0 at the left)", highlight=False)
+    console.print(f"parameters  {result['parameters']:,} in {result['dtype']}", highlight=False)
+    table = Table("tp", "weights per rank", "KV cache per token and rank")
+    for tp, row in result["ranks"].items():
+        if "refused" in row:
+            table.add_row(str(tp), "-", row["refused"])
+        else:
+            table.add_row(str(tp), f"{row['weight_bytes'] / 2**20:,.1f} MiB", f"{row['kv_bytes_per_token'] / 2**10:,.1f} KiB")
+    console.print(table)
+
+
+def _on_ranks(tp: int | None) -> None:
+    """Go on in this process if it is one of ``tp`` ranks; otherwise start them and exit with their code."""
+    from .parallel import launched
+
+    if launched():
+        size = int(os.environ["WORLD_SIZE"])
+        if tp is not None and tp != size:
+            raise ValueError(f"--tp {tp} was given, but the launcher started {size} ranks; drop --tp or make them equal")
+        return
+    if tp is not None and tp < 1:
+        raise ValueError(f"--tp must be at least 1, got {tp}")
+    if tp is not None and tp > 1:
+        from .launch import launch
+
+        raise typer.Exit(launch(sys.argv[1:], tp))
+
+
+@app.command()
+def generate(
+    source: Source,
+    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to go on from; '-' reads standard input.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Prompts: a line each, or .jsonl with prompt / messages.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Where completions of --file go, as JSONL; default: standard output.")] = None,
+    tp: Ranks = None,
+    wiring: WiringOption = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 128,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; default: as the checkpoint says.")] = None,
+    top_k: Annotated[int | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    min_p: Annotated[float | None, typer.Option()] = None,
+    repetition_penalty: Annotated[float | None, typer.Option()] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop after this string; may be repeated.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, on any number of ranks.")] = None,
+    num_beams: Annotated[int, typer.Option()] = 1,
+    batch_size: Annotated[int, typer.Option(help="Prompts of --file per batch.")] = 8,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    uneven: Uneven = False,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Generate text from a prompt (streamed) or from a file of prompts."""
+    if (prompt is None) == (file is None):
+        raise ValueError("give either --prompt TEXT or --file FILE")
+    if prompt == "-":
+        if tp is not None and tp > 1:
+            raise ValueError("--prompt - reads standard input, which only one process has; use --file")
+        prompt = sys.stdin.read()
+    _on_ranks(tp)
+    from .generate import Sampling, Stopwatch, complete, complete_file, load_tokenizer
+    from .loading import load_model
+    from .parallel import distributed
+
+    sampling = Sampling(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        stop=tuple(stop or ()),
+        seed=seed,
+        num_beams=num_beams,
+    )
+    with distributed(device, timeout) as world:
+        tokenizer = load_tokenizer(source)
+        model = load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven)
+        watch = Stopwatch()
+        if file is not None:
+            with _output(out if world.is_main else Path(os.devnull)) as sink:
+                with watch:
+                    for completion in complete_file(model, tokenizer, file, sampling, world, batch_size):
+                        watch.tokens += completion.new_tokens
+                        if world.is_main:
+                            print(completion.to_json(), file=sink, flush=True)
+        else:
+            assert prompt is not None
+            streamed = num_beams == 1
+            if world.is_main and streamed:
+                print(prompt, end="", flush=True)
+            with watch:
+                completion = complete(model, tokenizer, [prompt], sampling, world, stream=streamed)[0]
+            watch.tokens = completion.new_tokens
+            if world.is_main and not streamed:
+                print(prompt + completion.text)
+        if world.is_main:
+            ranks = "1 process" if world.size == 1 else f"{world.size} ranks"
+            print(f"[{model.wiring.spec}, {ranks}, {world.device.type}] {watch}", file=sys.stderr)
+
+
+def _output(path: Path | None) -> Any:
+    if path is None:
+        import contextlib
+
+        return contextlib.nullcontext(sys.stdout)
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"cannot write {path}: {error}") from error
+
+
+@app.command()
+def chat(
+    source: Source,
+    tp: Ranks = None,
+    wiring: WiringOption = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 512,
+    temperature: Annotated[float | None, typer.Option()] = None,
+    top_p: Annotated[float | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    uneven: Uneven = False,
+    timeout: Timeout = 120.0,
+) -> None:
+    """Talk with a model that has a chat template. An empty line or end of input ends it."""
+    _on_ranks(tp)
+    from .generate import Sampling, chat_prompt, complete, load_tokenizer
+    from .loading import load_model
+    from .parallel import distributed
+
+    sampling = Sampling(max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, seed=seed)
+    with distributed(device, timeout) as world:
+        tokenizer = load_tokenizer(source)
+        messages = [{"role": "system", "content": system}] if system else []
+        chat_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # no template: say so before loading weights
+        model = load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven)
+        for turn in range(1_000_000):
+            line = world.ask(lambda: _read_line("you> "), turn)
+            if not line:
+                break
+            messages.append({"role": "user", "content": line})
+            text = chat_prompt(tokenizer, messages)
+            answer = complete(model, tokenizer, [text], sampling, world, stream=True, chat=True)[0]
+            messages.append({"role": "assistant", "content": answer.text.strip()})
+
+
+def _read_line(label: str) -> str:
+    if sys.stdin.isatty():
+        print(label, end="", flush=True, file=sys.stderr)
+    return sys.stdin.readline().strip()
+
+
+@app.command()
+def demo(as_json: Json = False) -> None:
+    """Convert, generate and measure on the tiny model the package ships; offline, under a minute."""
+    from .demo import run
+
+    result = run((lambda line: print(line, file=sys.stderr)) if as_json else print)
+    if as_json:
+        print(json.dumps(result))
+
+
+@app.command("demo-ranks", hidden=True)
+def demo_ranks(workdir: Path) -> None:
+    from .demo import rank_main
+
+    rank_main(workdir)
+
+
+@bench.command("overlap")
+def bench_overlap(
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or the name of a published shape (random weights).")] = "ladder-1b",
+    layers: Annotated[int | None, typer.Option(help="Use only so many layers of a published shape.")] = None,
+    wirings: Annotated[str, typer.Option(help="Comma-separated.")] = "standard,ladder",
+    tp: Ranks = 2,
+    latency: Annotated[str, typer.Option(help="Emulated latency of a sum: e.g. 500us, 2ms, 0, or auto (one module's time).")] = "auto",
+    batch: Annotated[int, typer.Option()] = 1,
+    prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
+    repeats: Annotated[int, typer.Option()] = 30,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+) -> None:
+    """How much of a slow link each wiring hides: decode steps on real ranks, all wirings in one run."""
+    seconds = _seconds(latency)
+    _on_ranks(tp)
+    from .bench.overlap import run
+    from .parallel import distributed
+
+    with distributed(device) as world:
+        names = [name.strip() for name in _split_wirings(wirings)]
+        result = run(
+            world,
+            source=model,
+            layers=layers,
+            wirings=names,
+            latency=seconds,
+            batch=batch,
+            prompt=prompt,
+            repeats=repeats,
+            dtype=dtype,
+        )
+        if world.is_main:
+            _print_overlap(result)
+            print(json.dumps(result))
+
+
+def _split_wirings(text: str) -> list[str]:
+    """Commas separate wirings and, inside one, layers: a part that begins with a digit belongs to the wiring before it."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and part.strip()[:1].isdigit():
+            names[-1] += "," + part.strip()
+        else:
+            names.append(part.strip())
+    if not all(names):
+        raise ValueError(f"--wirings {text!r}: an empty name between commas")
+    return names
+
+
+def _seconds(text: str) -> float | None:
+    if text == "auto":
+        return None
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * units.get(unit, 1.0)
+    except ValueError:
+        raise ValueError(f"cannot read the latency {text!r}; write e.g. 500us, 2ms, 0 or auto") from None
+    if not unit and value != 0:
+        raise ValueError(f"the latency {text!r} has no unit; write e.g. 500us or 2ms")
+    if not 0 <= value <= 60:
+        raise ValueError(f"a latency is between 0 and 60 s, got {text}")
+    return value
+
+
+def _print_overlap(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("wiring", "ms/step", "p25-p75", "tokens/s", "speed-up", "step / bound", "hidden", title=result["link"])
+    for row in result["rows"]:
+        hidden = row["hidden_percent"]
+        table.add_row(
+            row["wiring"],
+            f"{row['median_ms']:.2f}",
+            f"{row['p25_ms']:.2f}-{row['p75_ms']:.2f}",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['over_bound']:.2f}",
+            "" if hidden is None else f"{hidden:.0f} %",
+        )
+    Console(width=110).print(table)
+    print(
+        f"tp {result['tp']}, batch {result['batch']}: compute {result['compute_ms']:.2f} ms, "
+        f"communication {result['communication_ms']:.2f} ms, bound {result['bound_ms']:.2f} ms a step"
+    )
+
+
+def main() -> None:
+    """Entry point: what users did wrong is one line and exit code 2, on rank 0 alone."""
+    try:
+        app(standalone_mode=True)
+    except ValueError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,215 @@
+"""Text from a checkpoint, on any number of ranks. Sampling, stopping and streaming are transformers' own.
+
+Every rank runs the same loop with the same seed on the same gathered logits, so all pick the same tokens; rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from .checkpoint import resolve
+from .parallel import World
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sampling:
+    """What the user asked for; None leaves the checkpoint's generation config in force. Temperature 0 is greedy."""
+
+    max_new_tokens: int = 128
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop: tuple[str, ...] = ()
+    seed: int | None = None
+    num_beams: int = 1
+
+    def __post_init__(self) -> None:
+        limits = {
+            "max_new_tokens": (1, 10_000_000),
+            "temperature": (0, 1000),
+            "top_k": (0, 10_000_000),
+            "top_p": (0, 1),
+            "min_p": (0, 1),
+            "repetition_penalty": (1e-6, 1000),
+            "num_beams": (1, 1000),
+        }
+        for name, (low, high) in limits.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ValueError(f"{name.replace('_', '-')} must be between {low} and {high}, got {value}")
+        if any(not text for text in self.stop):
+            raise ValueError("a stop string is empty")
+
+    def options(self) -> dict[str, Any]:
+        """As ``generate`` takes them."""
+        given = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams}
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
+            if getattr(self, name) is not None:
+                given[name] = getattr(self, name)
+        if self.temperature == 0:
+            given |= {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
+        elif self.temperature is not None:
+            given |= {"do_sample": True, "temperature": self.temperature}
+        elif {"top_k", "top_p", "min_p"} & given.keys():
+            given["do_sample"] = True
+        if self.stop:
+            given["stop_strings"] = list(self.stop)
+        return given
+
+
+@dataclass
+class Completion:
+    prompt: str
+    text: str
+    new_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        return json.dumps({"prompt": self.prompt, "text": self.text, "new_tokens": self.new_tokens}, ensure_ascii=False)
+
+
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    directory = resolve(source)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+    except Exception as error:  # transformers raises many unrelated kinds for a missing or broken tokenizer
+        raise ValueError(f"{directory} has no tokenizer transformers can load: {str(error)[:300]}") from error
+    tokenizer.padding_side = "left"  # the last position of every row is where its next token comes from
+    if tokenizer.pad_token_id is None:
+        if tokenizer.eos_token_id is None:
+            raise ValueError(f"the tokenizer of {directory} has neither a pad nor an eos token; batches need one of them")
+        tokenizer.pad_token_id = tokenizer.eos_token_id
+    return tokenizer
+
+
+def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError("this checkpoint has no chat template; use `ladder generate` with a plain prompt")
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], sampling: Sampling, chat: bool) -> Any:
+    """Token ids, left-padded. A chat template writes its own special tokens, so none are added to its output."""
+    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat, return_token_type_ids=False)
+    if batch["input_ids"].shape[1] == 0 or not batch["attention_mask"].sum(-1).min():
+        raise ValueError("a prompt is empty and the tokenizer adds no first token; give at least one character")
+    length, limit = batch["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)
+    if limit and length + sampling.max_new_tokens > limit:
+        raise ValueError(
+            f"a prompt of {length} tokens and {sampling.max_new_tokens} new ones exceed the model's context of {limit}; "
+            f"shorten the prompt or use --max-new-tokens {max(1, limit - length)}"
+        )
+    if int(batch["input_ids"].max()) >= model.config.vocab_size:
+        raise ValueError(f"the tokenizer yields token {int(batch['input_ids'].max())}, the model knows {model.config.vocab_size}")
+    return batch
+
+
+@torch.inference_mode()
+def complete(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    sampling: Sampling,
+    world: World,
+    *,
+    stream: bool = False,
+    chat: bool = False,
+) -> list[Completion]:
+    """One batch. ``stream`` prints a single prompt's text as it comes (rank 0)."""
+    batch = encode(model, tokenizer, prompts, sampling, chat).to(world.device)
+    seed = world.broadcast(sampling.seed if sampling.seed is not None else int(torch.seed() % 2**31))
+    torch.manual_seed(seed)
+    options = sampling.options()
+    if stream and world.is_main and len(prompts) == 1 and sampling.num_beams == 1:
+        options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+    if sampling.stop:
+        options["tokenizer"] = tokenizer
+    output = model.generate(**batch, pad_token_id=tokenizer.pad_token_id, **options)
+    start = batch["input_ids"].shape[1]
+    ends = model.generation_config.eos_token_id
+    ends = set(ends) if isinstance(ends, list) else {ends}
+    results = []
+    for prompt, row in zip(prompts, output[:, start:].tolist(), strict=True):
+        stop = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
+        kept = row[: stop + 1]
+        results.append(Completion(prompt, tokenizer.decode(kept, skip_special_tokens=True), len(kept), kept))
+    return results
+
+
+def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
+    """Prompts of a file, one a line: plain text, or JSON objects with ``prompt`` or ``messages``. Also: whether they are chats."""
+    prompts: list[str] = []
+    kinds = set()
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        if path.suffix != ".jsonl":
+            kinds.add(False)
+            prompts.append(line)
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+        if isinstance(row, dict) and isinstance(row.get("prompt"), str):
+            kinds.add(False)
+            prompts.append(row["prompt"])
+        elif isinstance(row, dict) and isinstance(row.get("messages"), list):
+            kinds.add(True)
+            prompts.append(chat_prompt(tokenizer, row["messages"]))
+        else:
+            raise ValueError(f'{path}, line {number}: expected an object with "prompt" (text) or "messages" (a list)')
+    if not prompts:
+        raise ValueError(f"{path} holds no prompt")
+    if len(kinds) > 1:
+        raise ValueError(f'{path} mixes "prompt" and "messages" lines; use one kind per file')
+    return prompts, kinds.pop()
+
+
+def complete_file(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    sampling: Sampling,
+    world: World,
+    batch_size: int,
+) -> Iterator[Completion]:
+    if batch_size < 1:
+        raise ValueError(f"batch-size must be at least 1, got {batch_size}")
+    prompts, chat = read_prompts(path, tokenizer)
+    for first in range(0, len(prompts), batch_size):
+        yield from complete(model, tokenizer, prompts[first : first + batch_size], sampling, world, chat=chat)
+
+
+class Stopwatch:
+    """Tokens and seconds, for the line at the end."""
+
+    def __init__(self) -> None:
+        self.tokens, self.seconds = 0, 0.0
+
+    def __enter__(self) -> Stopwatch:
+        self._start = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.seconds += time.perf_counter() - self._start
+
+    def __str__(self) -> str:
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        return f"{self.tokens} tokens in {self.seconds:.2f} s, {rate:.1f} tokens/s"
