@@ -83,7 +83,8 @@ def test_unknown_link_and_link_of_another_device():
 def test_a_few_lines_of_toml_add_a_device_and_a_link(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(
-        '[devices.mine]\nmemory_gb = 32\nbandwidth_gbs = 1000\ntflops = 100\nallreduce = "l40s"\n[links.cable]\nalpha_us = 9\nbandwidth_gbs = 5\n'
+        '[devices.mine]\nmemory_gb = 32\nbandwidth_gbs = 1000\ntflops = 100\nallreduce = "l40s"\n'
+        "[links.cable]\nalpha_us = 9\nbandwidth_gbs = 5\n"
     )
     hardware = shipped().extended(file)
     assert hardware.device("mine").memory_gb == 32

@@ -139,8 +139,8 @@ def test_advice_says_convert_or_not_with_the_gains():
 
     assert "convert the last 40 layers: 1." in sentence(link=["nccl"])
     assert "not worth it on this link: 1.0" in sentence(link=["one-shot"], tp=[4], engine_name="compiled")
-    assert "only" in sentence(link=["1gbe"])
-    assert "hides" in sentence(link=["1gbe"])
+    assert "too little compute to hide them; fewer ranks" in sentence(link=["1gbe"])
+    assert "% of it hides" in sentence(link=["20gbe"])
 
 
 def test_engines_have_their_sources_and_unknown_ones_near_matches():

@@ -31,6 +31,12 @@ def advise(row: PlanRow, case: Case) -> str:
     half = row.speedup["ladder:last-half"]
     share = row.limits["all-reduce"]
     waiting = f"all-reduces are {share:.0f} % of a standard step"
+    if gain < WORTH_IT and share > 50:
+        fewer = row.speedup["desync-4x"]
+        return (
+            f"{where}: not worth it on this link: {gain:.2f}x, because {waiting} and there is too little compute to hide them; "
+            f"fewer ranks, a faster link, or fewer sums (desync-4x: {fewer:.2f}x) would help."
+        )
     if gain < WORTH_IT:
         return f"{where}: not worth it on this link: {gain:.2f}x ({waiting})."
     lanes = " in two lanes" if schedule == TWO_LANES else ""

@@ -1,0 +1,120 @@
+"""Timelines as data: Chrome/Perfetto JSON of simulated schedules, and the panels that ``timeline_svg`` draws.
+
+Everything here works on plain spans (row, name, start, end in microseconds), so a recorded run can be drawn by the same code.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .planner import Case
+from .schedule import COMM, Timeline
+
+WAITING = "waiting"
+
+
+@dataclass(frozen=True)
+class Span:
+    row: str  # the stream: compute, compute lane 2, communication
+    name: str
+    layer: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One wiring of the picture: what runs when, how long a layer takes, how much communication is hidden."""
+
+    title: str
+    spans: Sequence[Span]
+    layer_us: float
+    hidden_percent: float
+    label: str  # planned, emulated or measured
+
+
+def spans_of(timeline: Timeline) -> list[Span]:
+    """The tasks, and the time compute waits for communication as spans of its own."""
+    spans = [Span(t.stream, t.name, t.layer, t.start, t.end) for t in timeline.tasks if t.end > t.start]
+    return spans + waiting_spans(spans)
+
+
+def waiting_spans(spans: Iterable[Span]) -> list[Span]:
+    """Gaps in which communication runs and no compute row does: the exposed time, shown on the first compute row."""
+    spans = list(spans)
+    compute = sorted((s.start, s.end) for s in spans if s.row != COMM)
+    rows = [s.row for s in spans if s.row != COMM]
+    if not rows:
+        return []
+    waits, reach = [], 0.0
+    end = max(s.end for s in spans)
+    for start, stop in [*compute, (end, end)]:
+        if start > reach:
+            for comm in spans:
+                low, high = max(comm.start, reach), min(comm.end, start)
+                if comm.row == COMM and high - low > 1e-6:
+                    waits.append(Span(rows[0], WAITING, comm.layer, low, high))
+        reach = max(reach, stop)
+    return waits
+
+
+def planned_panel(case: Case, wiring: str, *, prefill: bool = False) -> Panel:
+    phase = case.prefill_phase() if prefill else case.decode_phase()
+    timeline = case.timeline(wiring, phase)
+    hidden = 100 * timeline.hidden_share()
+    return Panel(wiring, spans_of(timeline), _layer_us(timeline, case.model.num_layers), hidden, "planned")
+
+
+def _layer_us(timeline: Timeline, layers: int) -> float:
+    """Length of a layer in the middle, where the schedule has settled: start of its attention to that of the next."""
+    starts = {}
+    for task in timeline.tasks:
+        if task.stream != COMM and task.name.startswith("attention"):
+            starts[task.layer] = task.start
+    middle = layers // 2
+    if middle in starts and middle + 1 in starts:
+        return starts[middle + 1] - starts[middle]
+    return timeline.us / layers
+
+
+def chrome_trace(panels: Sequence[Panel], about: Mapping[str, Any]) -> dict[str, Any]:
+    """The trace-event format that Perfetto and chrome://tracing open: a process per wiring, a thread per stream."""
+    events: list[dict[str, Any]] = []
+    for process, panel in enumerate(panels, start=1):
+        name = f"{panel.title} ({panel.label}, {panel.hidden_percent:.0f} % of the communication hidden)"
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": {"name": name}})
+        events.append({"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}})
+        rows = list(dict.fromkeys(span.row for span in panel.spans))
+        for thread, row in enumerate(rows, start=1):
+            events.append({"ph": "M", "pid": process, "tid": thread, "name": "thread_name", "args": {"name": row}})
+        for span in panel.spans:
+            event = {
+                "ph": "X",
+                "pid": process,
+                "tid": rows.index(span.row) + 1,
+                "name": span.name,
+                "cat": "communication" if span.row == COMM else "waiting" if span.name == WAITING else "compute",
+                "ts": round(span.start, 4),
+                "dur": round(span.end - span.start, 4),
+                "args": {"layer": span.layer},
+            }
+            if span.name == WAITING:
+                event["cname"] = "terrible"  # red in chrome://tracing
+            events.append(event)
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": dict(about)}
+
+
+def write_trace(panels: Sequence[Panel], about: Mapping[str, Any], folder: str | Path) -> tuple[Path, Path]:
+    """``trace.json`` and ``timeline.svg`` in ``folder``."""
+    from .timeline_svg import timeline_svg
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    trace, picture = folder / "trace.json", folder / "timeline.svg"
+    trace.write_text(json.dumps(chrome_trace(panels, about)))
+    picture.write_text(timeline_svg(panels, subtitle=str(about.get("setting", ""))))
+    return trace, picture
