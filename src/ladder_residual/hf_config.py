@@ -8,7 +8,7 @@ from typing import Any
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from .config import AUTHORS_KEY, CONFIG_KEY, Wiring
-from .families import FAMILIES, check_wiring, family_of
+from .families import FAMILIES, check_wiring
 
 STUB = "ladder_stub.py"  # travels with a checkpoint: loads it for people who have not imported us, or says what to install
 
@@ -37,7 +37,7 @@ def ladder_config_class(model_type: str) -> type[Any]:
     def __post_init__(self: Any, **kwargs: Any) -> None:
         super(config_class, self).__post_init__(**kwargs)
         wiring = wiring_of(self)
-        check_wiring(family_of(self.to_dict()), wiring)
+        check_wiring(FAMILIES[model_type], wiring)
         self.wiring = wiring.spec
         self.auto_map = auto_map(model_type)
 

@@ -123,6 +123,8 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD, sockets)
         yield world
         _leave_together(world)
+    except PeerLost:
+        raise
     except RuntimeError as error:
         # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, and where.
         if any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out")):
@@ -165,24 +167,35 @@ def finish_gradients(model: nn.Module, world: World) -> None:
     if world.size == 1:
         return
     cuts: dict[str, Cut | None] = model.tensor_parallel_cuts  # type: ignore[assignment]
-    by_dtype: dict[torch.dtype, list[tuple[nn.Parameter, Cut | None]]] = {}
+    by_dtype: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
     for name, parameter in model.named_parameters():
-        cut = cuts[name]
-        if parameter.requires_grad and (cut is None or cut.copies > 1):
-            by_dtype.setdefault(parameter.dtype, []).append((parameter, cut))
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        by_dtype.setdefault(parameter.dtype, []).extend(_held_alike(parameter.grad, cuts[name], world.size))
     for dtype, shared in by_dtype.items():
-        # A parameter held by only some ranks alike (replicated KV heads) gets a slot per group of those ranks.
-        slots = [world.size // cut.copies if cut else 1 for _, cut in shared]
-        sizes = [parameter.numel() for parameter, _ in shared]
-        flat = torch.zeros(sum(n * s for n, s in zip(sizes, slots, strict=True)), dtype=dtype, device=world.device)
-        views: list[Tensor] = []
-        for (parameter, cut), size, chunk in zip(
-            shared, sizes, flat.split([n * s for n, s in zip(sizes, slots, strict=True)]), strict=True
-        ):
-            slot = world.rank // cut.copies if cut else 0
-            views.append(chunk[slot * size : (slot + 1) * size].view_as(parameter))
-            if parameter.grad is not None:
-                views[-1].copy_(parameter.grad)
+        # What only some ranks hold alike (replicated KV heads) gets a slot per group of those ranks.
+        sizes = [part.numel() * (world.size // copies) for part, copies in shared]
+        flat = torch.zeros(sum(sizes), dtype=dtype, device=world.device)
+        slots = [
+            chunk[(world.rank // copies) * part.numel() :][: part.numel()].view(part.shape)
+            for chunk, (part, copies) in zip(flat.split(sizes), shared, strict=True)
+        ]
+        for slot, (part, _) in zip(slots, shared, strict=True):
+            slot.copy_(part)
         dist.all_reduce(flat, group=world.group)
-        for (parameter, _), view in zip(shared, views, strict=True):
-            parameter.grad = view.clone()
+        for slot, (part, _) in zip(slots, shared, strict=True):
+            part.copy_(slot)
+
+
+def _held_alike(gradient: Tensor, cut: Cut | None, size: int) -> Iterator[tuple[Tensor, int]]:
+    """The parts of a gradient that other ranks hold too, and how many ranks do."""
+    if cut is None:
+        yield gradient, size
+        return
+    offset = 0
+    for (start, stop), copies in zip(cut.ranges, cut.copies, strict=True):
+        if copies > 1:
+            yield gradient.narrow(cut.dim, offset, stop - start), copies
+        offset += stop - start

@@ -15,11 +15,14 @@ from .presets import ModelShape
 
 @dataclass(frozen=True)
 class Cut:
-    """Keep ``ranges`` of ``dim``. ``copies`` > 1: that many neighbouring ranks hold the same part (replicated KV heads)."""
+    """Keep ``ranges`` of ``dim``. ``copies``, one per range: how many neighbouring ranks hold it alike (replicated KV heads)."""
 
     dim: int
     ranges: tuple[tuple[int, int], ...]
-    copies: int = 1
+    copies: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "copies", self.copies or (1,) * len(self.ranges))
 
     @property
     def length(self) -> int:
@@ -102,7 +105,7 @@ def cut_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: in
     heads = rank_heads(model, tp, rank)
     dim = model.head_dim
 
-    def rows(ranges: list[tuple[int, int]], copies: int = 1) -> Cut:
+    def rows(ranges: list[tuple[int, int]], *copies: int) -> Cut:
         return Cut(0, tuple(ranges), copies)
 
     def scaled(span: tuple[int, int], size: int, offset: int = 0) -> tuple[int, int]:
@@ -121,7 +124,8 @@ def cut_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: in
     if module == "qkv_proj":  # query rows, then key rows, then value rows
         key = model.num_heads * dim
         value = key + model.num_kv_heads * dim
-        return rows([scaled(heads.query, dim), scaled(heads.kv, dim, key), scaled(heads.kv, dim, value)], heads.copies)
+        ranges = [scaled(heads.query, dim), scaled(heads.kv, dim, key), scaled(heads.kv, dim, value)]
+        return rows(ranges, 1, heads.copies, heads.copies)
     if module == "query_key_value":  # head by head, each its query, key and value rows
         return rows([scaled(heads.query, 3 * dim)])
     if module == "gate_up_proj":

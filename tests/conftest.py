@@ -1,0 +1,28 @@
+"""Shared fixtures. One thread per process: the machine's cores are for the ranks."""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach the network
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import pytest
+import torch
+from hypothesis import settings
+
+import ladder_residual  # noqa: F401  (lets the Auto classes know rewired checkpoints)
+
+torch.set_num_threads(1)
+settings.register_profile("default", deadline=None, print_blob=True)
+settings.load_profile("default")
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def demo_dir():
+    from ladder_residual.demo import demo_directory
+
+    return demo_directory()

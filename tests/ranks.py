@@ -1,0 +1,69 @@
+"""Run a function on several real processes (gloo, loopback) and collect what each returns.
+
+The processes are forked from a server that has torch and transformers loaded, so starting them takes a fraction of a second.
+The function must be importable (module level of a test file).
+"""
+
+import multiprocessing
+import os
+import socket
+import traceback
+
+_CONTEXT = multiprocessing.get_context("forkserver")
+_CONTEXT.set_forkserver_preload(["torch", "transformers", "ladder_residual.loading", "tiny_models"])
+TIMEOUT = 240
+
+
+def _free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _child(connection, rank, size, port, function, arguments):
+    import torch
+
+    from ladder_residual.parallel import distributed
+
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_RANK": str(rank),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "GLOO_SOCKET_IFNAME": "lo",
+    }
+    torch.set_num_threads(1)
+    try:
+        with distributed("cpu", timeout=60) as world:
+            result = function(world, *arguments)
+        connection.send(("ok", result))
+    except BaseException:
+        connection.send(("error", traceback.format_exc()))
+
+
+def run_on_ranks(size, function, *arguments):
+    """``[function(world, *arguments) for each rank]``; fails with the first rank's traceback."""
+    port = _free_port()
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = _CONTEXT.Pipe()
+        process = _CONTEXT.Process(target=_child, args=(theirs, rank, size, port, function, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        results = []
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(TIMEOUT), f"rank {rank} of {size} gave no answer within {TIMEOUT} s"
+            results.append(pipe.recv())
+    finally:
+        for process in processes:
+            process.join(5)
+            process.kill()
+    # A rank that fails makes the others lose it: show the cause, not the consequence.
+    failed = [(f"rank {rank}:\n{value}") for rank, (status, value) in enumerate(results) if status != "ok"]
+    failed.sort(key=lambda text: "PeerLost" in text)
+    assert not failed, failed[0]
+    return [value for _, value in results]

@@ -1,0 +1,386 @@
+"""Tensor parallelism on real processes: every wiring equals one process, or the oracle that simulates the ranks in one."""
+
+import pytest
+import torch
+from ranks import run_on_ranks
+from tiny_models import FAMILY_NAMES, LAYERS, VOCAB, clone, head_logits, layer_inputs, modules_of, random_ids, tiny_model
+
+from ladder_residual import rewire
+from ladder_residual.config import Wiring
+from ladder_residual.families import FAMILIES
+from ladder_residual.loading import set_reducers, shard_model
+from ladder_residual.parallel import finish_gradients
+from ladder_residual.reduce import RecordingReducer
+from ladder_residual.sharding import cut_of
+
+SHAREABLE = [name for name in FAMILY_NAMES if not FAMILIES[name].refuse_tp]
+EQUIVALENT = ["standard", "ladder", "ladder:last-half", "ladder:0,2"]
+RANK_DEPENDENT = ["desync-2x", "desync-3x", "desync-4x", "delayed-1", "delayed-2", "desync-2x:1-2", "delayed-1:2-3", "no-comm"]
+# With biases, KV heads that four ranks must share, a vocabulary that nothing divides, embeddings tied or not.
+VARIANTS = {"tied": dict(tie_word_embeddings=True), "untied": dict(tie_word_embeddings=False)}
+
+
+def padded_inputs():
+    ids, mask = random_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
+    mask[0, :3] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def labels_of(inputs):
+    return inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+
+
+def local_part(whole, cut):
+    if cut is None:
+        return whole
+    return torch.cat([whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges], cut.dim)
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm().clamp_min(1e-8)).item()
+
+
+def gradient_error(model, whole):
+    """The worst relative error of this rank's gradients against its part of the whole model's."""
+    expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
+    return max(
+        relative(parameter.grad, local_part(expected[name], model.tensor_parallel_cuts[name]))
+        for name, parameter in model.named_parameters()
+        if local_part(expected[name], model.tensor_parallel_cuts[name]).norm() > 1e-6
+    )
+
+
+def compare_with_one_process(world, family, spec, overrides):
+    """Errors of logits, loss, gradients and greedy tokens of this rank against the whole model in this process."""
+    model, inputs = rewire(tiny_model(family, **overrides), spec), padded_inputs()
+    whole = clone(model)
+    expected = whole(**inputs, labels=labels_of(inputs))
+    expected.loss.backward()
+    tokens = whole.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0)
+    shard_model(model, world)
+    found = model(**inputs, labels=labels_of(inputs))
+    found.loss.backward()
+    finish_gradients(model, world)
+    same_tokens = torch.equal(model.generate(**inputs, max_new_tokens=6, do_sample=False, pad_token_id=0), tokens)
+    real = inputs["attention_mask"].bool()
+    return {
+        "logits": relative(found.logits[real], expected.logits[real]),
+        "loss": abs(found.loss.item() - expected.loss.item()),
+        "gradients": gradient_error(model, whole),
+        "tokens": same_tokens,
+    }
+
+
+def check_all(results):
+    for rank, cases in enumerate(results):
+        for case, errors in cases.items():
+            assert errors["tokens"], (rank, case, errors)
+            assert errors["logits"] < 1e-5, (rank, case, errors)
+            assert errors["loss"] < 1e-5, (rank, case, errors)
+            assert errors["gradients"] < 2e-4, (rank, case, errors)
+
+
+def every_equivalent_wiring(world):
+    return {
+        (spec, variant): compare_with_one_process(world, "llama", spec, overrides)
+        for spec in EQUIVALENT
+        for variant, overrides in VARIANTS.items()
+    }
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_wirings_equal_one_process(size):
+    check_all(run_on_ranks(size, every_equivalent_wiring))
+
+
+def every_family(world):
+    return {family: compare_with_one_process(world, family, "ladder:last-half", {}) for family in SHAREABLE}
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_families_equal_one_process(size):
+    check_all(run_on_ranks(size, every_family))
+
+
+def simulated(model, spec, ranks, inputs):
+    """``ranks`` streams in one process, differentiable. A rank's partial is the whole module with the inputs of its output
+    projection zeroed where they belong to other ranks: nothing of the sharding code is used."""
+    wiring, family, config = Wiring.parse(spec, LAYERS), FAMILIES["llama"], model.config
+    _, kwargs = layer_inputs(model, **inputs)
+    x = model.get_input_embeddings()(inputs["input_ids"])
+
+    def partial(layer, which, rank, stream):
+        output = layer.self_attn.o_proj if which == 0 else layer.mlp.down_proj
+        columns = config.num_attention_heads * config.head_dim if which == 0 else config.intermediate_size
+        keep = torch.zeros(columns)
+        keep[rank * columns // ranks : (rank + 1) * columns // ranks] = 1
+        hooks = [
+            output.register_forward_pre_hook(lambda module, args: (args[0] * keep,)),
+            output.register_forward_hook(lambda module, args, out: out if rank == 0 else out - module.bias),
+        ]
+        try:
+            return modules_of(layer, family, kwargs[0])[which](stream)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    streams = [x] * ranks
+    late = []  # delayed: (module number, partials of all ranks) still missing from the other ranks' streams
+
+    def deliver(before):
+        while late and late[0][0] < before:
+            _, partials = late.pop(0)
+            total = sum(partials)
+            streams[:] = [s + total - p for s, p in zip(streams, partials, strict=True)]
+
+    diverged, number = False, 0
+    for index, layer in enumerate(model.base_model.layers):
+        for which in (0, 1):
+            number += 1
+            kind = wiring.kind_of(index)
+            if kind == "standard":
+                deliver(number)
+                if diverged:
+                    streams, diverged = [sum(streams) / ranks] * ranks, False
+            elif kind == "delayed":
+                deliver(number - wiring.step)
+            partials = [partial(layer, which, rank, streams[rank]) for rank in range(ranks)]
+            if kind == "standard":
+                streams = [s + sum(partials) for s in streams]
+            elif kind == "desync" and number % wiring.step == 0:
+                streams, diverged = [sum(partials) + sum(streams) / ranks] * ranks, False
+            else:
+                streams = [s + p for s, p in zip(streams, partials, strict=True)]
+                diverged = kind == "desync"
+                if kind == "delayed":
+                    late.append((number, partials))
+    deliver(number + 1)
+    if diverged:
+        streams = [sum(streams) / ranks] * ranks
+    # Each rank computes its own rows of the vocabulary from its own stream (they differ without communication).
+    rows = []
+    for rank in range(ranks):
+        logits = head_logits(model, model.model.norm(streams[rank]))
+        start, stop = cut_of("lm_head.weight", (config.vocab_size,), _shape(model), ranks, rank).ranges[0]
+        rows.append(logits[..., start:stop])
+    return torch.cat(rows, -1)
+
+
+def _shape(model):
+    from ladder_residual.presets import ModelShape
+
+    return ModelShape.from_hf(model.config.to_dict())
+
+
+def every_rank_dependent_wiring(world):
+    results = {}
+    for spec in RANK_DEPENDENT:
+        model, inputs = tiny_model("llama"), padded_inputs()
+        real = inputs["attention_mask"].bool()
+        oracle = clone(model)
+        expected = simulated(oracle, spec, world.size, inputs)
+        oracle.loss_function(expected, labels_of(inputs), vocab_size=VOCAB).backward()
+        rewire(model, spec)
+        shard_model(model, world)
+        found = model(**inputs, labels=labels_of(inputs))
+        found.loss.backward()
+        finish_gradients(model, world)
+        results[spec] = {
+            "logits": relative(found.logits[real].detach(), expected[real].detach()),
+            "gradients": gradient_error(model, oracle),
+        }
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_rank_dependent_wirings_equal_the_simulated_ranks(size):
+    for cases in run_on_ranks(size, every_rank_dependent_wiring):
+        for spec, errors in cases.items():
+            assert errors["logits"] < 1e-5, (spec, errors)
+            assert errors["gradients"] < 2e-4, (spec, errors)
+
+
+def reducers_agree(world):
+    inputs = padded_inputs()
+    logits = {}
+    for kind, options in {
+        "blocking": {"kind": "blocking"},
+        "exchange": {"kind": "async"},
+        "all-reduce": {"kind": "async", "exchange_below": 0},
+        "latency": {"kind": "async", "latency": 1e-4},
+    }.items():
+        model = rewire(tiny_model("llama"), "ladder")
+        shard_model(model, world, reducer=world.reducer(**options))
+        with torch.no_grad():
+            logits[kind] = model(**inputs).logits
+    return {kind: relative(value, logits["blocking"]) for kind, value in logits.items()}
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_every_reducer_gives_the_same_sum(size):
+    overrides = reducers_agree if size == 2 else reducers_agree_three
+    for errors in run_on_ranks(size, overrides):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def reducers_agree_three(world):
+    """Sums alone, on three ranks: odd sizes, one element, none, a big one, several under way."""
+    errors = {}
+    for name, options in {"exchange": {}, "all-reduce": {"exchange_below": 0}}.items():
+        reducer = world.reducer("async", **options)
+        for shape in [(1,), (0,), (5, 7), (3, 1, 129), (400_000,)]:
+            parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
+            pendings = [reducer.start(parts[world.rank] * k) for k in (1, 2, 3)]
+            for k, pending in zip((3, 2, 1), reversed(pendings), strict=True):  # waited for in another order
+                expected = sum(parts) * k
+                errors[name, shape, k] = (pending.wait() - expected).abs().max().item() if expected.numel() else 0.0
+        dtypes = [torch.bfloat16, torch.float16, torch.float64]
+        for dtype in dtypes:
+            total = reducer.start(torch.full((3,), float(world.rank + 1), dtype=dtype)).wait()
+            errors[name, str(dtype)] = (total - 6).abs().max().item()
+    return errors
+
+
+def backward_order(world):
+    """The backward of a ladder waits for no sum started immediately before it either."""
+    model, events = rewire(tiny_model("llama"), "ladder"), []
+    shard_model(model, world)
+    reducer = world.reducer()
+    launch = reducer.launch
+
+    class Watched:
+        def __init__(self, inner, number):
+            self.inner, self.number = inner, number
+
+        def finish(self):
+            events.append(("wait", self.number))
+            return self.inner.finish()
+
+    def watched_launch(partial):
+        events.append(("start", sum(kind == "start" for kind, _ in events)))
+        return Watched(launch(partial), events[-1][1])
+
+    set_reducers(model, reducer)
+    for index, layer in enumerate(model.base_model.layers):
+        for name in ("self_attn", "mlp"):
+            getattr(layer, name).register_full_backward_pre_hook(
+                lambda *_, label=f"{name}{index}": events.append(("compute", label))
+            )
+    loss = model(**padded_inputs(), labels=random_ids(3, 9)).loss
+    reducer.launch = watched_launch
+    loss.backward()
+    return events
+
+
+def test_backward_hides_its_sums_too():
+    events = run_on_ranks(2, backward_order)[0]
+    starts = [value for kind, value in events if kind == "start"]
+    hidden = 0
+    for number in starts:
+        between = events[events.index(("start", number)) : events.index(("wait", number))]
+        hidden += any(kind == "compute" for kind, _ in between)
+    # Eight modules and the embedding send a gradient; the topmost and those at the very bottom have nothing left to hide under.
+    assert len(starts) == 9
+    assert hidden >= 6, events
+
+
+def recorded_on_ranks(world):
+    model, recorder = rewire(tiny_model("llama"), "ladder"), RecordingReducer(world.reducer())
+    for index, layer in enumerate(model.base_model.layers):
+        recorder.watch(layer.self_attn, f"attention {index}")
+        recorder.watch(layer.mlp, f"mlp {index}")
+    shard_model(model, world, reducer=recorder)
+    with torch.no_grad():
+        model(**padded_inputs())
+    recorder.check_each_waited_once()
+    return recorder.hidden()
+
+
+def test_overlap_on_real_ranks():
+    # The first sum is the embedding's: nothing can be computed before it is there.
+    assert run_on_ranks(2, recorded_on_ranks)[0] == [False] + [True] * 7 + [False]
+
+
+def checkpointed_gradients(world):
+    errors = {}
+    for spec in ("ladder", "ladder:last-half"):
+        model = rewire(tiny_model("llama"), spec).train()
+        shard_model(model, world)
+        inputs = padded_inputs()
+        model(**inputs, labels=labels_of(inputs), use_cache=False).loss.backward()
+        finish_gradients(model, world)
+        plain = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+        model.zero_grad()
+        model.gradient_checkpointing_enable()
+        model(**inputs, labels=labels_of(inputs), use_cache=False).loss.backward()
+        finish_gradients(model, world)
+        errors[spec] = max(relative(parameter.grad, plain[name]) for name, parameter in model.named_parameters())
+    return errors
+
+
+def test_gradient_checkpointing_on_ranks():
+    for errors in run_on_ranks(2, checkpointed_gradients):
+        assert max(errors.values()) < 1e-5, errors
+
+
+def uneven_ranks(world):
+    """Six query heads and three KV heads on two ranks: two groups here, one there."""
+    overrides = dict(num_attention_heads=6, num_key_value_heads=3, hidden_size=96, intermediate_size=97)
+    model, inputs = rewire(tiny_model("llama", **overrides), "ladder"), padded_inputs()
+    with torch.no_grad():
+        expected = model(**inputs).logits
+        try:
+            shard_model(clone(model), world)
+        except ValueError as error:
+            message = str(error)
+        found = shard_model(model, world, uneven=True)(**inputs).logits
+    return message, relative(found[inputs["attention_mask"].bool()], expected[inputs["attention_mask"].bool()])
+
+
+def test_unequal_heads_are_refused_unless_asked_for():
+    for message, error in run_on_ranks(2, uneven_ranks):
+        assert "tp=2 does not divide 6 query heads with 3 KV heads" in message
+        assert error < 1e-5
+
+
+def random_cases(world, count):
+    """Random shapes, wirings and dtypes; every rank draws the same ones."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(choices):
+        return choices[int(torch.randint(len(choices), (), generator=generator))]
+
+    results = []
+    for case in range(count):
+        kv = draw([1, 2, 4])
+        heads = kv * draw([1, 2, 3])
+        if heads % world.size:
+            heads *= world.size
+        dtype = draw([torch.float32, torch.float64, torch.bfloat16])
+        overrides = dict(
+            num_attention_heads=heads,
+            num_key_value_heads=kv,
+            head_dim=draw([8, 16]),
+            hidden_size=heads * 8,
+            intermediate_size=world.size * draw([3, 8, 17]),
+            vocab_size=draw([50, 64, 101]),
+            num_hidden_layers=draw([1, 2, 3, 5]),
+            tie_word_embeddings=draw([True, False]),
+        )
+        spec = draw(["standard", "ladder", "ladder:last-half", "ladder:0"])
+        model = rewire(tiny_model("llama", seed=case, **overrides), spec).to(dtype)
+        ids = torch.randint(3, overrides["vocab_size"], (draw([2, 3]), draw([1, 5])), generator=generator)
+        with torch.no_grad():
+            expected = model(ids).logits.double()
+            found = shard_model(model, world)(ids).logits.double()
+        results.append((overrides, spec, str(dtype), relative(found, expected)))
+    return results
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_random_shapes_wirings_and_dtypes(size):
+    tolerance = {"torch.float32": 1e-5, "torch.float64": 1e-12, "torch.bfloat16": 0.05}
+    for cases in run_on_ranks(size, random_cases, 40):
+        assert {dtype for _, _, dtype, _ in cases} == set(tolerance)
+        for overrides, spec, dtype, error in cases:
+            assert error < tolerance[dtype], (overrides, spec, dtype, error)

@@ -1,0 +1,118 @@
+"""Small random models of every supported family, and the oracle that follows the recurrence by hand."""
+
+import copy
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from ladder_residual.families import FAMILIES
+
+LAYERS = 4
+VOCAB = 131  # a prime: no number of ranks divides it
+
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=96,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+_EXTRA = {
+    "llama": dict(attention_bias=True, mlp_bias=True),  # biases of row-parallel projections are added once
+    "qwen3": dict(head_dim=16),
+    "gemma": dict(head_dim=16),
+    "gemma2": dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=8),
+    "gemma3_text": dict(head_dim=16, query_pre_attn_scalar=16, sliding_window=8),
+    "granite": dict(residual_multiplier=0.3, embedding_multiplier=2.0, logits_scaling=3.0),
+    "starcoder2": dict(use_bias=True),
+    "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
+    "qwen2_moe": dict(
+        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48, decoder_sparse_step=1
+    ),
+    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16, decoder_sparse_step=1),
+    "gpt_neox": dict(use_parallel_residual=False, num_key_value_heads=4),
+    "phi3": dict(original_max_position_embeddings=128),
+}
+FAMILY_NAMES = sorted(FAMILIES)
+
+
+def tiny_config(model_type, **overrides):
+    return AutoConfig.for_model(model_type, **_COMMON | _EXTRA.get(model_type, {}) | overrides)
+
+
+def tiny_model(model_type="llama", seed=0, **overrides):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(model_type, **overrides), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            # Every parameter matters: norms and biases that stay at one and zero would hide a wrong or missing one.
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+            elif "embed" not in name:
+                parameter.mul_(4)
+    return model.eval()
+
+
+def random_ids(batch=3, length=9, seed=1):
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def layer_inputs(model, **inputs):
+    """The arguments transformers gives each of its decoder layers: masks, positions, rotary tables."""
+    seen = []
+    hooks = [
+        layer.register_forward_pre_hook(lambda m, args, kwargs: seen.append((args[0], dict(kwargs))), with_kwargs=True)
+        for layer in model.base_model.layers
+    ]
+    with torch.no_grad():
+        model(**inputs, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return seen[0][0], [kwargs for _, kwargs in seen]
+
+
+def modules_of(layer, family, kwargs):
+    """h of attention and h of the MLP, each with what the family puts before and after it."""
+
+    def part(name):
+        return getattr(layer, name) if name else (lambda x: x)
+
+    scale = getattr(layer, family.multiplier) if family.multiplier else 1.0
+
+    def attention(x):
+        return part(family.attention_after)(getattr(layer, family.attention)(part(family.attention_norm)(x), **kwargs)[0] * scale)
+
+    def mlp(x):
+        return part(family.mlp_after)(getattr(layer, family.mlp)(part(family.mlp_norm)(x)) * scale)
+
+    return attention, mlp
+
+
+def oracle_logits(model, ladder_layers=(), **inputs):
+    """x_i = x_{i-1} + h_i(x_{i-1}) or, in the named layers, x_{i-1} + h_i(x_{i-2}); x_{-1} = x_0. Plain model, no cache."""
+    family = FAMILIES[model.config.model_type]
+    embedding, kwargs = layer_inputs(model, **inputs)
+    xs = [embedding]
+    with torch.no_grad():
+        for index, layer in enumerate(model.base_model.layers):
+            for h in modules_of(layer, family, kwargs[index]):
+                read = xs[max(len(xs) - 2, 0)] if index in ladder_layers else xs[-1]
+                xs.append(xs[-1] + h(read))
+        norm = getattr(model.base_model, "norm", None) or model.base_model.final_layer_norm
+        return head_logits(model, norm(xs[-1]))
+
+
+def head_logits(model, hidden):
+    logits = model.get_output_embeddings()(hidden)
+    logits = logits / getattr(model.config, "logits_scaling", 1.0)
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if not softcap else softcap * torch.tanh(logits / softcap)
+
+
+def clone(model):
+    return copy.deepcopy(model)
