@@ -185,8 +185,8 @@ def test_a_directory_or_a_config_file_is_a_model(tmp_path):
         ({"hidden_size": None}, "lacks hidden_size"),
         ({"num_experts": 64}, "num_experts says this is a mixture of experts"),
         ({"kv_lora_rank": 512}, "latent attention"),
-        ({"num_hidden_layers": 0}, "num_layers must be at least 1, got 0"),
-        ({"vocab_size": "many"}, "vocab_size must be a whole number"),
+        ({"num_hidden_layers": 0}, "num_layers must be a positive whole number, got 0"),
+        ({"vocab_size": "many"}, "vocab_size must be a positive whole number"),
     ],
 )
 def test_configs_that_cannot_be_planned_say_why(tmp_path, change, says):

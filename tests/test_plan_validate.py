@@ -114,7 +114,7 @@ def test_engine_results_are_read_and_named_models_resolved(tmp_path):
     data = document("emulated")
     file.write_text(json.dumps({"setting": data["setting"], "points": data["points"][:2]}))
     points = result_points([file], "engine", shipped())
-    assert [p.role for p in points] == ["check", "check"]
+    assert [p.role for p in points] == ["fit", "check"]  # the file says so; without a role a point is checked
     assert points[0].predicted() == pytest.approx(7.92, rel=0.01)
 
 

@@ -116,14 +116,12 @@ def _print_catalogue(hardware: Any, as_json: bool) -> None:
 
 
 def result_files(given: list[Path] | None, folder: str) -> list[Path]:
-    """The files given (a directory means its JSON files), or those of the folder where results usually are."""
-    found: list[Path] = []
-    for path in given if given is not None else [Path(folder)]:
-        if path.is_dir():
-            found += sorted(path.glob("*.json"))
-        elif given is not None:
-            found.append(path)
-    return found
+    """The files given (a directory means its JSON files), or those of the usual folder that can be compared with a plan."""
+    from .points import is_comparable
+
+    if given is None:
+        return [file for file in sorted(Path(folder).glob("*.json")) if is_comparable(file)]
+    return [file for path in given for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
 
 
 @app.command("validate")

@@ -107,7 +107,7 @@ def fit(data: str, rounds: int = 12) -> dict[str, float]:
 
     def residuals(logs: Sequence[float]) -> np.ndarray:
         values = dict(zip(names, np.exp(logs).tolist(), strict=True))
-        points = [p for p in points_with(values, data) if p.role == "fit" and not _is_quotient(p)]
+        points = [p for p in points_with(values, data) if p.role == "fit" and not _adds_nothing(p)]
         return np.array([math.log(p.predicted() / p.measured) for p in points])
 
     logs = np.log(np.array(start))
@@ -124,6 +124,7 @@ def fit(data: str, rounds: int = 12) -> dict[str, float]:
     return dict(zip(names, np.exp(logs).tolist(), strict=True))
 
 
-def _is_quotient(point: Point) -> bool:
-    """A speed-up that was computed from two tokens/s of the same table: it carries no information of its own."""
-    return point.source == "paper" and point.group.startswith("70B") and point.quantity == "speedup"
+def _adds_nothing(point: Point) -> bool:
+    """Another form of numbers that are fitted already: quotients of two of them, the decode part of the same runs."""
+    quotient = point.group.startswith("70B") and point.quantity == "speedup"
+    return point.source == "paper" and (quotient or point.quantity == "decode_speedup")

@@ -18,15 +18,6 @@ from typing import Any
 
 from .allreduce_table import Curve, interpolate, tables
 
-TABLE_LINKS = {  # link name -> library in the table of the device
-    "nccl": "nccl",
-    "trtllm": "trtllm",
-    "vllm": "vllm",
-    "sglang": "sglang",
-    "oneccl": "oneccl",
-    "one-shot": "trtllm",  # the fastest published small-message kernel stands for the kind
-}
-
 
 @dataclass(frozen=True, kw_only=True)
 class Device:

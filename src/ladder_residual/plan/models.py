@@ -51,13 +51,10 @@ def shape_of_config(file: Path) -> ModelShape:
     for key, what in UNSUPPORTED.items():
         if config.get(key):
             raise ValueError(f"{file}: {key} says this is {what}; the planner knows dense decoders only")
-    shape = ModelShape.from_hf(config)
-    for key, value in shape.to_dict().items():
-        if isinstance(value, int) and not isinstance(value, bool) and value < 1:
-            raise ValueError(f"{file}: {key} must be at least 1, got {value}")
-        if key not in ("family", "tied_embeddings", "gated_mlp") and (not isinstance(value, int) or isinstance(value, bool)):
-            raise ValueError(f"{file}: {key} must be a whole number, got {value!r:.60}")
-    return shape
+    try:
+        return ModelShape.from_hf(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
 
 
 def _from_hub(name: str) -> Path:

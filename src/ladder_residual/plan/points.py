@@ -1,6 +1,8 @@
 """Points to compare with: the paper's, our emulated rank's, and result files, each as (what was measured, what the model says).
 
-A point is ``fit`` (constants were fitted on it, so agreeing proves nothing) or ``check``. Result files are always ``check``.
+A point is ``fit`` (constants were fitted on it, or on another form of it, so agreeing proves nothing) or ``check``. Result
+files bring engines as they were on that day: where one holds a step without all-reduces, the engine is calibrated on it, and
+that point is ``fit``.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from typing import Any
 
 from ..config import Wiring
 from ..presets import ModelShape
-from .cost import EngineProfile, Work, engine
+from .calibration import with_measured_lanes, with_measured_step
+from .cost import EngineProfile, Phase, Work, engine
 from .hardware import Hardware, Link, shipped
-from .planner import Case
+from .planner import TWO_LANES, Case
 from .schedule import LayerCost, build, simulate
 
 # For fitting: the shipped profile or link by name, or one with other constants.
@@ -55,8 +58,7 @@ class Point:
     def predicted(self) -> float:
         case = self.case
         if self.quantity == "ms_per_step":
-            phase = case.decode_phase()._replace(context=self.context)
-            return case.timeline(self.wiring, phase).us / 1e3
+            return case.timeline(self.wiring, _phase(self)).us / 1e3
         ours = case.seconds(self.wiring)
         if self.quantity == "tokens_per_second":
             return case.batch * case.new / sum(ours)
@@ -153,8 +155,9 @@ def result_points(paths: Iterable[str | Path], source: str, hardware: Hardware) 
             if data.get("benchmark") == "overlap":
                 points += _overlap_points(data, source)
             else:
-                rows = [{**data.get("setting", {}), **row, "role": "check"} for row in data["points"]]
-                points += [_emulated_point(row, source, hardware, engine, lambda link: link) for row in rows]
+                rows = [{**data.get("setting", {}), "role": "check", **row} for row in data["points"]]
+                made = [_emulated_point(row, source, hardware, engine, lambda link: link) for row in rows]
+                points += made if data.get("calibrated") is False else calibrate(made)
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(f"{path} is not a readable JSON result: {error}") from error
         except (KeyError, TypeError, AttributeError) as error:
@@ -163,6 +166,41 @@ def result_points(paths: Iterable[str | Path], source: str, hardware: Hardware) 
                 f"engine, batch, allreduce_us, wiring and ms; missing or wrong: {error}"
             ) from error
     return points
+
+
+def calibrate(points: list[Point]) -> list[Point]:
+    """Engines whose gaps (and lanes) explain the measured steps without all-reduces; points used for that become ``fit``."""
+    done: list[Point] = []
+    for point in points:
+        like = [p for p in points if _same_but_link(p, point) and p.case.link.alpha_us == 0 and p.role == "check"]
+        quiet = next((p for p in like if p.wiring in ("standard", "ladder", "no-comm")), None)
+        if quiet is not None:
+            profile = with_measured_step(point.case, _phase(point), quiet.measured)
+            point = replace(point, case=replace(point.case, engine=profile), role="fit" if point == quiet else point.role)
+            lanes = next((p for p in like if p.wiring == TWO_LANES), None)
+            if lanes is not None and profile.lane_overlap:
+                profile = with_measured_lanes(point.case, _phase(point), lanes.measured)
+                role = "fit" if (point.wiring, point.case.link.alpha_us) == (TWO_LANES, 0) else point.role
+                point = replace(point, case=replace(point.case, engine=profile), role=role)
+        done.append(point)
+    return done
+
+
+def _phase(point: Point) -> Phase:
+    return point.case.decode_phase()._replace(context=point.context)
+
+
+def _same_but_link(a: Point, b: Point) -> bool:
+    return replace(a.case, link=b.case.link) == b.case and a.context == b.context
+
+
+def is_comparable(file: Path) -> bool:
+    """Whether a result file is of a kind this module reads; a folder of results holds others as well."""
+    try:
+        data = json.loads(file.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError):
+        return False
+    return isinstance(data, dict) and (data.get("benchmark") == "overlap" or "points" in data)
 
 
 def _overlap_points(data: Mapping[str, Any], source: str) -> list[SchedulePoint]:

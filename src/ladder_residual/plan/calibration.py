@@ -1,0 +1,79 @@
+"""From measurements to constants: an engine's gaps from a step without communication, a link from timed messages, as TOML.
+
+What a constant was calibrated on is never counted as a check of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from .cost import EngineProfile, Phase
+from .planner import TWO_LANES, Case
+
+
+def with_measured_step(case: Case, phase: Phase, measured_ms: float) -> EngineProfile:
+    """The engine whose standard step without all-reduces takes ``measured_ms``: the gaps of a module take up the difference."""
+    field = "module_us" if phase.rows == 1 else "module_us_batched"
+    bare = replace(case, engine=replace(case.engine, **{field: 0.0}))  # type: ignore[arg-type]
+    left = 1e3 * measured_ms - bare.timeline("no-comm", phase).us
+    gaps = max(0.0, left / (2 * case.model.num_layers))
+    return replace(case.engine, **{field: gaps})  # type: ignore[arg-type]
+
+
+def with_measured_lanes(case: Case, phase: Phase, measured_ms: float) -> EngineProfile:
+    """The engine whose two-lane step without all-reduces takes ``measured_ms`` (as near as lanes can get)."""
+    low, high = 1e-6, 1.0
+
+    def ms(overlap: float) -> float:
+        return replace(case, engine=replace(case.engine, lane_overlap=overlap)).timeline(TWO_LANES, phase).us / 1e3
+
+    for _ in range(30):  # a better overlap is never slower, so halving finds it
+        middle = (low + high) / 2
+        low, high = (low, middle) if ms(middle) <= measured_ms else (middle, high)
+    return replace(case.engine, lane_overlap=high)
+
+
+def fit_link(samples: Sequence[tuple[float, float]], ranks: int) -> tuple[float, float]:
+    """(alpha_us, bandwidth_gbs) of timed all-reduces (bytes, microseconds), least squares of the relative error."""
+    if ranks < 2:
+        raise ValueError(f"a link joins at least 2 ranks, got {ranks}")
+    if len({size for size, _ in samples}) < 2:
+        raise ValueError("a link needs timings of at least two message sizes")
+    if any(not (size > 0 and us > 0) for size, us in samples):
+        raise ValueError("message sizes and times must be above 0")
+    # Weighted by 1 / time, so that large messages do not drown the latency.
+    ones = [1 / us for _, us in samples]
+    wires = [2 * (ranks - 1) / ranks * size / us for size, us in samples]
+    aa, ab, bb = _dot(ones, ones), _dot(ones, wires), _dot(wires, wires)
+    a, b = sum(ones), sum(wires)
+    determinant = aa * bb - ab * ab
+    alpha, per_byte = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
+    if per_byte <= 0:
+        raise ValueError("larger messages were not slower: time larger ones, the bandwidth cannot be seen in these")
+    return max(0.0, alpha), 1e-3 / per_byte
+
+
+def link_toml(name: str, samples: Sequence[tuple[float, float]], ranks: int, source: str) -> str:
+    """A [links.NAME] table for ``--hardware``."""
+    alpha, bandwidth = fit_link(samples, ranks)
+    return (
+        f'[links.{name}]\ntitle = "measured, {ranks} ranks"\nalpha_us = {alpha:.3f}\nbandwidth_gbs = {bandwidth:.4g}\n'
+        f"ranks = {ranks}\nsource = {_quoted(source)}\n"
+    )
+
+
+def device_toml(name: str, *, memory_gb: float, read_gbs: float, tflops: float, source: str) -> str:
+    """A [devices.NAME] table; measured rates are what is achieved, so their shares are 1."""
+    return (
+        f"[devices.{name}]\ntitle = {_quoted(source)}\nmemory_gb = {memory_gb:.4g}\nbandwidth_gbs = {read_gbs:.5g}\n"
+        f"tflops = {tflops:.4g}\nbandwidth_share = 1.0\nflop_share = 1.0\n"
+    )
+
+
+def _dot(a: Sequence[float], b: Sequence[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def _quoted(text: str) -> str:
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'

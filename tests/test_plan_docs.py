@@ -1,0 +1,64 @@
+"""The commands of docs/planning.md run, and its numbers are what the commands print."""
+
+import re
+import shlex
+import tomllib
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from ladder_residual.plan.commands import app as plan_app
+from ladder_residual.plan.hardware import shipped
+from ladder_residual.plan.points import document
+from ladder_residual.plan.report_commands import report, reproduction
+from ladder_residual.plan.trace_commands import trace_app
+
+TEXT = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
+COMMANDS = re.findall(r"^ladder (.+)$", TEXT, flags=re.M)
+
+cli = typer.Typer()
+cli.add_typer(plan_app, name="plan")
+cli.add_typer(trace_app, name="trace")
+cli.command("report")(report)
+cli.command("reproduction")(reproduction)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_command_of_the_page_runs(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(cli, shlex.split(command))
+    assert result.exit_code == 0, result.output + repr(result.exception)
+
+
+def test_the_advice_shown_is_what_the_command_says():
+    quoted = re.search(r"^> (.+)$", TEXT, flags=re.M)[1]
+    result = CliRunner().invoke(cli, shlex.split(COMMANDS[0]))
+    assert quoted in result.output
+
+
+def test_the_toml_of_the_page_is_valid(tmp_path):
+    block = re.search(r"```toml\n(.+?)```", TEXT, flags=re.S)[1]
+    file = tmp_path / "mine.toml"
+    file.write_text(block)
+    hardware = shipped().extended(file)
+    assert set(tomllib.loads(block)) == {"devices", "links"}
+    assert hardware.link("nccl", hardware.device("mybox")).us(1024, 2) > 0
+
+
+def test_commands_of_the_reproduction_page_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = (Path(__file__).parents[1] / "docs" / "reproduction.md").read_text()
+    commands = [c for c in re.findall(r"`ladder (plan .+?)`", text) if "refit" not in c and "(" not in c]
+    assert len(commands) >= 4
+    for command in commands:
+        result = CliRunner().invoke(cli, shlex.split(command))
+        assert result.exit_code == 0, command + result.output + repr(result.exception)
+
+
+def test_the_shipped_data_name_their_sources():
+    assert "arXiv 2501.06589" in document("paper")["source"]
+    readme = (Path(__file__).parents[1] / "src/ladder_residual/data/plan/README.md").read_text()
+    assert "Apache License 2.0" in readme
+    assert "aiconfigurator" in readme
