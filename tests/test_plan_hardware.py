@@ -80,6 +80,15 @@ def test_unknown_link_and_link_of_another_device():
         hardware.link("nccl", hardware.device("rtx-4090"))
 
 
+def test_a_link_may_be_given_as_a_time():
+    hardware = shipped()
+    link = hardware.link("24.5us", hardware.device("rtx-4090"))
+    assert link.us(1024, 4) == link.us(2**24, 8) == 24.5
+    assert link.memory_contention == hardware.link("nccl", hardware.device("h100")).memory_contention
+    with pytest.raises(ValueError, match="or a time such as 24us"):
+        hardware.link("fast", hardware.device("h100"))
+
+
 def test_a_few_lines_of_toml_add_a_device_and_a_link(tmp_path):
     file = tmp_path / "mine.toml"
     file.write_text(

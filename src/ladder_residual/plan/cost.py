@@ -32,7 +32,6 @@ class EngineProfile:
     module_us_batched: float
     attention_share: float
     multiply_share: float = 1.0
-    step_us: float = 0.0
     lane_overlap: float = 0.0  # 0: the engine has no two-lane schedule
     kv_reads_per_head: bool = False
     static_cache: bool = False
@@ -157,8 +156,7 @@ class RankCost:
         """Logits: of the last token of each sequence, unless the engine computes those of the whole prompt."""
         rows = phase.rows if self.engine.head_on_prompt else phase.batch
         ranks = self.shape.tp if self.engine.sharded_vocabulary else 1
-        work = self._product(rows, self.shape.model.hidden_size, self.shape.model.vocab_size / ranks)
-        return work.plus(Work(overhead_us=self.engine.step_us))
+        return self._product(rows, self.shape.model.hidden_size, self.shape.model.vocab_size / ranks)
 
     def message_bytes(self, phase: Phase) -> int:
         return phase.rows * self.shape.model.hidden_size * DTYPE_BYTES

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -93,9 +94,18 @@ class Hardware:
     def link(self, name: str, device: Device) -> Link:
         """The link by name; table links are looked up for this device."""
         row = self.link_rows.get(name)
+        if row is None and (given := re.fullmatch(r"([0-9]{1,7}(?:\.[0-9]{1,3})?)us", name)):
+            # "24us": any link by its time, for a question of the form "what if". It takes NCCL's contention.
+            nccl = self.link_rows["nccl"]
+            busy = {key: nccl[key] for key in ("memory_contention", "flop_contention")}
+            return Link(
+                name=name, title=f"{given[1]} us for every message", alpha_us=float(given[1]), source="given by hand", **busy
+            )
         if row is None:
             names = list(self.link_rows)
-            raise ValueError(f"unknown link {name!r}{near(name, names)}; choose from {', '.join(names)}")
+            raise ValueError(
+                f"unknown link {name!r}{near(name, names)}; choose from {', '.join(names)}, or a time such as 24us"
+            )
         link = _make(Link, {"name": name, **{k: v for k, v in row.items() if k != "library"}}, f"link {name}")
         if "library" not in row:
             return link

@@ -2,7 +2,7 @@
 
 A task belongs to one stream and starts when the tasks it depends on are done and its stream is free (streams run in order, like
 CUDA streams). Tasks slow each other down while they run together: compute beside an all-reduce loses the link's contention, two
-compute lanes share the memory bandwidth. ``modules_of`` turns a wiring into modules and who waits for whom.
+compute lanes share the memory bandwidth. ``build`` turns a wiring into tasks and who waits for whom.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from .fit import CONSTANTS
+from .fit import ASSUMED, CONSTANTS
 from .planner import TWO_LANES, Case, PlanRow
 from .validate import Validation
 
@@ -95,3 +95,7 @@ def print_constants(refit: Mapping[str, float] | None = None) -> None:
         origin = f"{constant.data}: {constant.fitted_on}"
         table.add_row(constant.key, f"{constant.shipped:.4g}", again, constant.meaning, origin)
     _console().print(table)
+    assumed = Table("chosen by hand, not fitted", "value", "why")
+    for row in ASSUMED:
+        assumed.add_row(*row)
+    _console().print(assumed)

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from .fit import CONSTANTS
+from .fit import ASSUMED, CONSTANTS
 from .hardware import Hardware, shipped
 from .points import AnyPoint, emulated_points, paper_points, result_points
 
@@ -151,6 +151,7 @@ class Validation:
             "summary": self.summary(),
             "absent": list(self.absent),
             "constants": [{"constant": c.key, "value": c.shipped, **asdict(c)} for c in CONSTANTS],
+            "assumed": [{"what": what, "value": value, "why": why} for what, value, why in ASSUMED],
             "points": [c.to_dict() for c in self.comparisons],
         }
 
