@@ -181,7 +181,7 @@ def _quality() -> str:
         rows = [(name, *(f"{value:.2f}" for value in values)) for name, values in table["rows"].items()]
         parts += [
             f"### {table['title']}\n",
-            _command(f"{commands[key]} (ours: not run at this scale)"),
+            "Ours: not run at this scale.\n",
             _table(("model", *table["columns"]), rows),
         ]
     return "\n".join(parts)
