@@ -1,0 +1,33 @@
+"""Serve rewired checkpoints with vLLM: ``pip install ladder-residual`` beside vLLM, then ``vllm serve DIRECTORY``.
+
+vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). It only tells vLLM names; the
+models, in ``models.py``, are imported when a checkpoint asks for one.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+
+if importlib.util.find_spec("vllm") is None:
+    raise ImportError("ladder_residual.vllm_plugin needs vLLM, which is not installed here: pip install vllm (CPU: see docs/serving.md)")
+
+# Families whose vLLM model this plugin rewires. The others of families.py load elsewhere, but are not served.
+SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+
+
+def register() -> None:
+    """Called by vLLM, possibly more than once."""
+    from vllm import ModelRegistry
+
+    from ..families import FAMILIES
+    from ..hf_config import class_name
+    from ..registration import register_configs
+
+    register_configs(models_ready=True)
+    known = ModelRegistry.get_supported_archs()
+    for model_type in FAMILIES:
+        architecture = class_name(model_type, "ForCausalLM")
+        if architecture not in known:
+            # A family that is not served gets a class too: it says so, where vLLM would look for a fallback that ignores the wiring.
+            target = architecture if model_type in SERVED_FAMILIES else "UnservedForCausalLM"
+            ModelRegistry.register_model(architecture, f"{__name__}.models:{target}")
