@@ -5,8 +5,6 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
 from .config import AUTHORS_KEY, CONFIG_KEY, Wiring
 from .families import FAMILIES, check_wiring
 
@@ -34,6 +32,9 @@ def auto_map(model_type: str) -> dict[str, str]:
 
 @cache
 def ladder_config_class(model_type: str) -> type[Any]:
+    # Not at the top: importing the Auto tables is what calls us (registration.py).
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     def __post_init__(self: Any, **kwargs: Any) -> None:
         super(config_class, self).__post_init__(**kwargs)
         wiring = wiring_of(self)

@@ -110,9 +110,17 @@ def load_model(
         raise ValueError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
     target = DTYPES[dtype] if dtype != "auto" else stored_dtype(config)
     options = {"attn_implementation": attention} if attention else {}
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
-    restore_buffers(model, world.device)
+    try:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
+        restore_buffers(model, world.device)
+    except ValueError:
+        raise
+    except Exception as error:  # whatever a family's own code trips over: it was built from this file alone
+        raise ValueError(
+            f"{checkpoint.directory / 'config.json'} does not describe a model transformers can build: "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
     def read(name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
         return _read_parameter(checkpoint, name, shape, cut).to(target)

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from .config import Wiring
 from .families import FAMILIES, Family, check_wiring, family_of
@@ -180,7 +179,9 @@ def rewire(model: PreTrainedModel, spec: str) -> PreTrainedModel:
 @cache
 def ladder_classes(model_type: str) -> tuple[type[Any], type[PreTrainedModel]]:
     """The config class and the model class of a rewired family."""
+    # Not at the top: importing the Auto tables is what calls us (registration.py).
     import transformers
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     config_class = ladder_config_class(model_type)
     base = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])

@@ -29,6 +29,12 @@ class ModelShape:
     tied_embeddings: bool = False
     gated_mlp: bool = True  # gate, up and down; otherwise up and down
 
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise ValueError(f"{field.name} must be a positive whole number, got {value!r:.40}")
+
     @classmethod
     def from_name(cls, name: str) -> ModelShape:
         table = presets()
@@ -53,11 +59,14 @@ class ModelShape:
         missing = [names[key][0] for key, value in found.items() if value is None]
         if missing:
             raise ValueError(f"config.json of model_type {config.get('model_type')!r} lacks {', '.join(missing)}")
-        heads = found["num_heads"]
+        heads, hidden = found["num_heads"], found["hidden_size"]
+        for name, value in (("num_attention_heads", heads), ("hidden_size", hidden)):
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"config.json: {name} must be a positive whole number, got {value!r:.40}")
         return cls(
             **found,
             num_kv_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or found["hidden_size"] // heads,
+            head_dim=config.get("head_dim") or hidden // heads,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             gated_mlp=found["family"].removeprefix("ladder_") not in ("gpt_neox", "starcoder2", "bloom", "nemotron"),
         )

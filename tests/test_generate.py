@@ -1,0 +1,213 @@
+"""Text generation and the command line, on the shipped model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from typer.testing import CliRunner
+
+from ladder_residual.cli import _seconds, _split_wirings, app
+from ladder_residual.generate import Sampling, complete, load_tokenizer, read_prompts
+from ladder_residual.loading import load_model
+from ladder_residual.parallel import World
+
+PROMPT = "Once upon a time, there was a little girl"
+STORY = "named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
+
+
+def ladder(*arguments, check=True, timeout=240, **options):
+    done = subprocess.run(
+        [sys.executable, "-m", "ladder_residual", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, **options
+    )
+    if check:
+        assert done.returncode == 0, done.stderr[-3000:]
+    return done
+
+
+@pytest.fixture(scope="module")
+def model(demo_dir):
+    return load_model(demo_dir), load_tokenizer(demo_dir)
+
+
+def test_the_shipped_model_tells_its_story(model):
+    text = complete(*model, [PROMPT], Sampling(max_new_tokens=60, temperature=0), World())[0].text
+    assert text.strip().startswith(STORY)
+
+
+def test_batches_equal_single_prompts(model):
+    prompts = [PROMPT, "The dog", "One day, Tom and Sue went to"]
+    greedy = Sampling(max_new_tokens=20, temperature=0)
+    together = [c.text for c in complete(*model, prompts, greedy, World())]
+    assert together == [complete(*model, [prompt], greedy, World())[0].text for prompt in prompts]
+
+
+def test_sampling_options(model):
+    def text(**options):
+        return complete(*model, [PROMPT], Sampling(max_new_tokens=25, **options), World())[0].text
+
+    assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1)
+    assert text(temperature=1.0, seed=1) != text(temperature=1.0, seed=2)
+    assert text(temperature=1.0, top_k=1, seed=3) == text(temperature=0)
+    assert text(top_p=0.9, min_p=0.05, seed=4)
+    assert text(repetition_penalty=1.5, temperature=0) != text(temperature=0)
+    assert text(temperature=0, stop=("park",)).endswith("park")
+    assert text(num_beams=3, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"temperature": -1}, "temperature must be between"),
+        ({"top_p": 1.5}, "top-p must be between 0 and 1, got 1.5"),
+        ({"max_new_tokens": 0}, "max-new-tokens"),
+        ({"stop": ("",)}, "stop string is empty"),
+    ],
+)
+def test_bad_sampling(options, named):
+    with pytest.raises(ValueError, match=named):
+        Sampling(**options)
+
+
+def test_prompts_that_do_not_fit(model):
+    with pytest.raises(ValueError, match="exceed the model's context of 512"):
+        complete(*model, ["word " * 600], Sampling(max_new_tokens=10), World())
+
+
+def test_prompt_files(model, tmp_path):
+    tokenizer = model[1]
+    good = tmp_path / "prompts.jsonl"
+    good.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
+    assert read_prompts(good, tokenizer) == (["a", "b"], False)
+    for content, named in [
+        ("{\n", "line 1: not JSON"),
+        ('{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected an object with "prompt"'),
+        ("[1]\n", "line 1: expected"),
+        ("", "holds no prompt"),
+        ('{"messages": []}\n', "no chat template"),
+    ]:
+        bad = tmp_path / "bad.jsonl"
+        bad.write_text(content)
+        with pytest.raises(ValueError, match=named):
+            read_prompts(bad, tokenizer)
+    (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ValueError, match="not UTF-8"):
+        read_prompts(tmp_path / "binary.txt", tokenizer)
+
+
+def test_command_line_on_one_and_two_ranks(demo_dir, tmp_path):
+    """Convert, generate on one process and on two: the same text; a file of prompts to JSONL."""
+    ladder("convert", demo_dir, tmp_path / "half", "--wiring", "ladder:last-half")
+    arguments = ("generate", tmp_path / "half", "--prompt", PROMPT, "-n", "30", "--temperature", "0")
+    one, two = ladder(*arguments), ladder(*arguments, "--tp", "2")
+    assert one.stdout == two.stdout
+    assert one.stdout.startswith(PROMPT)
+    assert "tokens/s" in two.stderr
+    assert "[ladder:3-4, 2 ranks, cpu]" in two.stderr
+    sampled = [
+        ladder(*arguments[:4], "-n", "20", "--temperature", "1", "--seed", "7", *ranks).stdout for ranks in ((), ("--tp", "4"))
+    ]
+    assert sampled[0] == sampled[1]
+    (tmp_path / "prompts.txt").write_text("The cat\nOnce upon a time\n")
+    ladder(
+        "generate", tmp_path / "half", "--file", tmp_path / "prompts.txt", "--out", tmp_path / "out.jsonl", "--tp", "2", "-n", "8"
+    )
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in rows] == ["The cat", "Once upon a time"]
+    assert all(row["new_tokens"] >= 1 for row in rows)
+
+
+def test_torchrun_is_the_same_as_tp(demo_dir):
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ladder_residual", "generate"]
+        + [str(demo_dir), "--wiring", "ladder", "--prompt", PROMPT, "-n", "12"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    one = ladder("generate", demo_dir, "--wiring", "ladder", "--prompt", PROMPT, "-n", "12")
+    assert one.stdout.strip() in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["generate", "DEMO"], "give either --prompt TEXT or --file FILE"),
+        (["generate", "DEMO", "-p", "x", "--tp", "3"], "tp=3 does not divide 8 query heads with 4 KV heads"),
+        (["generate", "DEMO", "-p", "x", "--tp", "0"], "--tp must be at least 1"),
+        (["generate", "DEMO", "-p", "x", "--wiring", "ladder:9"], "layer 9, but the model has 5 layers"),
+        (["generate", "DEMO", "-p", "x", "--device", "tpu"], "unknown device"),
+        (["generate", "DEMO", "-p", "x", "--dtype", "int3"], "unknown dtype"),
+        (["generate", "/nothing/there", "-p", "x"], "no checkpoint directory"),
+        (["chat", "DEMO"], "no chat template"),
+        (["convert", "DEMO", "OUT", "--wiring", "laddr"], "did you mean 'ladder'"),
+        (["bench", "overlap", "--latency", "5"], "no unit"),
+        (["bench", "overlap", "--model", "llama-9"], "unknown preset"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_two(arguments, named, demo_dir, tmp_path):
+    words = [str(demo_dir) if word == "DEMO" else str(tmp_path / "x") if word == "OUT" else word for word in arguments]
+    done = ladder(*words, check=False)
+    assert done.returncode == 2, done.stderr[-2000:]
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, done.stderr[-2000:]
+    assert named in errors[0]
+    assert "Traceback" not in done.stderr
+
+
+def test_chat(demo_dir, tmp_path):
+    """A template turns the shipped model into something one can talk to (it answers with a story)."""
+    ladder("convert", demo_dir, tmp_path / "chat", "--wiring", "ladder:4", "--copy")
+    (tmp_path / "chat" / "chat_template.jinja").write_text("{{ bos_token }}{% for m in messages %}{{ m.content }} {% endfor %}")
+    for ranks in ((), ("--tp", "2")):
+        done = ladder("chat", tmp_path / "chat", "-n", "10", *ranks, input=f"{PROMPT}\nThen\n")
+        assert len(done.stdout.split()) > 8
+
+
+def test_inspect_prints_and_tells_programs(demo_dir):
+    assert "llama" in ladder("inspect", demo_dir).stdout
+    found = json.loads(ladder("inspect", demo_dir, "--json").stdout)
+    assert found["layers"] == 5
+
+
+def test_small_readers():
+    assert _seconds("500us") == pytest.approx(5e-4)
+    assert _seconds("2ms") == pytest.approx(2e-3)
+    assert _seconds("auto") is None
+    assert _split_wirings("standard,ladder:0,2-3,desync-2x") == ["standard", "ladder:0,2-3", "desync-2x"]
+    assert CliRunner().invoke(app, ["--version"]).output.startswith("ladder-residual ")
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_dying_rank_stops_the_others(demo_dir, how, tmp_path):
+    """One of two ranks is killed in the middle of generating: the command ends, names the rank, and leaves no process behind."""
+    (tmp_path / "many.txt").write_text("Once upon a time\n" * 4000)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ladder_residual", "generate", str(demo_dir), "--file", str(tmp_path / "many.txt"), "--tp", "2"]
+        + ["-n", "200", "--batch-size", "2", "--out", str(tmp_path / "out.jsonl")],
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 120
+        while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_text():
+            assert time.monotonic() < deadline, "no output"
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.2)
+        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+        assert len(ranks) == 2
+        os.kill(int(ranks[1]), how)
+        started = time.monotonic()
+        _, errors = process.communicate(timeout=60)
+        assert time.monotonic() - started < 30
+        assert process.returncode == 1
+        assert f"rank 1 of 2 (pid {ranks[1]}) was killed by {how.name}" in errors, errors[-2000:]
+        assert not subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True).stdout.split()
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)

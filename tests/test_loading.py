@@ -1,0 +1,264 @@
+"""Reading checkpoints: each rank its slices, and what is wrong with a file said in one line."""
+
+import json
+import os
+import resource
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from ranks import run_on_ranks
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILY_NAMES, random_ids, tiny_model
+
+from ladder_residual import rewire
+from ladder_residual.checkpoint import Checkpoint, resolve
+from ladder_residual.families import FAMILIES
+from ladder_residual.loading import load_model
+from ladder_residual.presets import ModelShape
+from ladder_residual.sharding import check_divides, cut_of
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    """A saved rewired model of every family, one of them in several files."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for family in FAMILY_NAMES:
+        options = {"max_shard_size": "100KB"} if family == "llama" else {}
+        rewire(tiny_model(family), "ladder:last-half").save_pretrained(root / family, **options)
+    assert (root / "llama" / "model.safetensors.index.json").exists()
+    return root
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_one_process_loads_what_transformers_loads(family, checkpoints):
+    model = load_model(checkpoints / family)
+    expected = rewire(tiny_model(family), "ladder:last-half")
+    with torch.no_grad():
+        torch.testing.assert_close(model(random_ids()).logits, expected(random_ids()).logits, rtol=1e-5, atol=1e-5)
+
+
+def load_families(world, root):
+    errors = {}
+    for family in FAMILY_NAMES:
+        if FAMILIES[family].refuse_tp:
+            continue
+        expected = rewire(tiny_model(family), "ladder:last-half")
+        with torch.no_grad():
+            found = load_model(f"{root}/{family}", world)(random_ids()).logits
+            errors[family] = (found - expected(random_ids()).logits).abs().max().item()
+    return errors
+
+
+def test_ranks_load_their_slices(checkpoints):
+    for errors in run_on_ranks(2, load_families, str(checkpoints)):
+        assert max(errors.values()) < 1e-4, errors
+
+
+def test_families_with_wide_norms_refuse_ranks():
+    shape = ModelShape.from_hf(tiny_model("olmo2").config.to_dict())
+    with pytest.raises(ValueError, match="spans all heads"):
+        check_divides(shape, FAMILIES["olmo2"], 2)
+
+
+@given(st.integers(1, 8), st.integers(1, 8), st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 8]))
+def test_the_ranks_parts_make_the_whole(kv, per_kv, width, tp):
+    heads = kv * per_kv
+    shape = ModelShape(
+        family="llama",
+        hidden_size=32,
+        intermediate_size=8 * width,
+        num_layers=2,
+        num_heads=heads,
+        num_kv_heads=kv,
+        head_dim=4,
+        vocab_size=37,
+    )
+    try:
+        check_divides(shape, FAMILIES["llama"], tp)
+    except ValueError as error:
+        assert str(tp) in str(error)
+        return
+    names = {
+        "q_proj": (heads * 4, 32),
+        "k_proj": (kv * 4, 32),
+        "o_proj": (32, heads * 4),
+        "qkv_proj": (heads * 4 + 2 * kv * 4, 32),
+        "gate_up_proj": (16 * width, 32),
+        "down_proj": (32, 8 * width),
+        "lm_head": (37, 32),
+    }
+    for name, size in names.items():
+        dim = 1 if name in ("o_proj", "down_proj") else 0
+        times_kept = [0.0] * size[dim]
+        for rank in range(tp):
+            cut = cut_of(f"x.{name}.weight", size, shape, tp, rank)
+            for (start, stop), copies in zip(cut.ranges, cut.copies, strict=True):
+                for index in range(start, stop):
+                    times_kept[index] += 1 / copies
+        assert times_kept == pytest.approx([1.0] * size[dim]), name
+
+
+def rewrite_config(directory, **changes):
+    config = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def saved(tmp_path):
+    rewire(tiny_model("llama"), "ladder").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_missing_directory_and_hub_ids(tmp_path):
+    with pytest.raises(ValueError, match="no checkpoint directory at"):
+        resolve(tmp_path / "nothing" / "here")
+    with pytest.raises(ValueError, match="fetching it from the hub failed"):
+        resolve("nobody/nothing")  # no network in tests
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="is a file"):
+        resolve(tmp_path / "file")
+
+
+def test_broken_config(saved):
+    (saved / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="not readable JSON"):
+        load_model(saved)
+    (saved / "config.json").write_text("[1]")
+    with pytest.raises(ValueError, match="expected an object"):
+        load_model(saved)
+    (saved / "config.json").unlink()
+    with pytest.raises(ValueError, match=r"has no config\.json"):
+        load_model(saved)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"num_hidden_layers": "four"}, "num_hidden_layers is 'four'"),
+        ({"num_hidden_layers": 40}, "has no tensor model.layers.4."),
+        ({"hidden_size": 128}, "config.json calls for"),
+        ({"vocab_size": 7}, "has shape"),
+        ({"wiring": "ladder:40"}, "layer 40, but the model has 4 layers"),
+        ({"wiring": 3}, "a wiring is a string"),
+        ({"model_type": "ladder_bert"}, "unknown family"),
+        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"num_attention_heads": 0}, ""),
+        ({"hidden_act": "nope"}, ""),
+        ({"rope_parameters": 5}, ""),
+    ],
+)
+def test_configs_that_contradict_the_weights(saved, changes, named):
+    rewrite_config(saved, **changes)
+    with pytest.raises(ValueError, match=".*") as caught:
+        load_model(saved)
+    assert named in str(caught.value)
+
+
+def test_truncated_and_missing_weights(saved):
+    weights = saved / "model.safetensors"
+    data = weights.read_bytes()
+    for damaged in (data[: len(data) // 2], data[:4], b"", struct.pack("<Q", 10**15) + data[8:]):
+        weights.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"model\.safetensors is damaged or cut short"):
+            load_model(saved)
+    weights.unlink()
+    with pytest.raises(ValueError, match=r"has neither model\.safetensors nor"):
+        load_model(saved)
+    (saved / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    with pytest.raises(ValueError, match="a pickle can run any code"):
+        load_model(saved)
+
+
+def test_a_tensor_is_missing(saved):
+    tensors = load_file(saved / "model.safetensors")
+    del tensors["model.layers.2.mlp.up_proj.weight"]
+    save_file(tensors, saved / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"no tensor model\.layers\.2\.mlp\.up_proj\.weight"):
+        load_model(saved)
+
+
+@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "", "..", 5, "a/b.safetensors"])
+def test_an_index_may_not_lead_out_of_the_directory(saved, file):
+    index = {"weight_map": {"model.norm.weight": file}}
+    (saved / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="not a file of this directory"):
+        Checkpoint(saved)
+
+
+def test_an_index_that_names_missing_files(saved):
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "b.safetensors"}}))
+    with pytest.raises(ValueError, match=r"names b\.safetensors, which is missing"):
+        Checkpoint(saved)
+    (saved / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ValueError, match="no weight_map"):
+        Checkpoint(saved)
+
+
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.dictionaries(
+        st.sampled_from(["hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "wiring", "head_dim"])
+        | st.sampled_from(["model_type", "vocab_size", "num_hidden_layers", "rms_norm_eps", "ladder_layers", "dtype", "hidden_act"]),
+        st.none() | st.integers(-5, 300) | st.text(max_size=8) | st.floats(allow_nan=False) | st.lists(st.integers(), max_size=2),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_malformed_configs_are_value_errors(saved, changes):
+    original = (saved / "config.json").read_text()
+    try:
+        rewrite_config(saved, **changes)
+        try:
+            load_model(saved)
+        except ValueError as error:
+            assert str(error)
+    finally:
+        (saved / "config.json").write_text(original)
+
+
+_MEASURE = """
+import os, resource, sys
+sys.path.insert(0, os.path.join(sys.argv[2], "tests"))
+import torch, transformers
+import ladder_residual.loading as loading
+from ladder_residual.parallel import distributed
+with distributed("cpu") as world:
+    base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    model = loading.load_model(sys.argv[1], world)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    held = sum(p.numel() * p.element_size() for p in model.parameters())
+    print("grew", (peak - base) * 1024, "holds", held, flush=True)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
+def test_peak_memory_is_the_ranks_share(tmp_path):
+    """A checkpoint of some 300 MB on two ranks: neither ever holds much more than its half."""
+    model = tiny_model(
+        "llama", hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=16, vocab_size=16384
+    )
+    model.save_pretrained(tmp_path)
+    size = (tmp_path / "model.safetensors").stat().st_size
+    assert size > 250 * 2**20
+    del model
+    script = tmp_path / "measure.py"
+    script.write_text(_MEASURE)
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), str(tmp_path), root],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    lines = [line.split() for line in done.stdout.splitlines() if line.startswith("grew")]
+    assert len(lines) == 2, done.stderr[-2000:]
+    for _, grew, _, held in lines:
+        assert int(held) < 0.55 * size
+        # One matrix read whole (a cut by columns touches all of its pages) and the reader's window come on top.
+        assert int(grew) < int(held) + 0.25 * size, (grew, held, size)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0
