@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .charts import MEASURED, PAPER, PLANNED, Chart, Series
-from .cost import engine
 from .hardware import shipped
 from .planner import TWO_LANES, Case, hybrid_curve, make_cases
 from .points import Point, emulated_points, paper_points
@@ -141,7 +140,7 @@ def emulated_rank() -> Chart:
         series.append(Series(f"{wiring}, planned", line, PLANNED, colour))
         series.append(Series(f"{wiring}, emulated", dots, MEASURED, colour))
     title = "Emulated rank: 70B, tp 8, batch 1 on one H200"
-    note = f"{engine('fused').title}. Dots are timings on a GPU whose all-reduce is a kernel that waits."
+    note = "Prototype of this project's Triton kernels. Dots are timings on a GPU whose all-reduce is a kernel that waits."
     return Chart("emulated", title, "microseconds per all-reduce", "ms per token", series, note=note)
 
 

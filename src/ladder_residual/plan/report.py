@@ -57,7 +57,8 @@ def build_report(results: Results, validation: Validation) -> str:
         _timeline(),
         "<h2>Speed-up</h2>",
         "<p>Lines are planned, rings are the paper's numbers. Batch, ranks and size use the paper's engine profile; "
-        "by link uses this project's.</p>",
+        "by link uses this project's. The constants behind the lines were fitted on some of the rings; what was checked "
+        "is below.</p>",
         _figures([charts[key] for key in speed]),
         "<h2>Emulated rank</h2>",
         _figures([charts["emulated"]]),
