@@ -50,23 +50,23 @@ def shape(family: str = "llama", **sizes: int) -> ModelShape:
         "num_heads": 4,
         "num_kv_heads": 2,
         "head_dim": 64,
-        "vocab_size": 50,
+        "vocab_size": 24,
     }
     return ModelShape(family=family, **{**usual, **sizes})  # type: ignore[arg-type]
 
 
-def tiles(slices: int, splits: int, merge: bool, block_k: int = 32) -> GemvTiles:
-    tile = Tile(4, block_k, 1)
-    return GemvTiles(tile, Tile(4, 128, 1), tile, tile, tile, slices=slices, splits=splits, block_t=16, merge_in_output=merge)
+def tiles(slices: int, splits: int, depth: int = 1, block_k: int = 32) -> GemvTiles:
+    tile = Tile(8, block_k, 1, depth)
+    return GemvTiles(tile, Tile(8, 64, 1, depth), tile, tile, tile, slices=slices, splits=splits, block_t=16)
 
 
 def step_against_reference(spec, wiring, batch, prompt, ops_of, lanes=1, tp=1, rank=0):
-    """Prefill with the plain ops, then three decode steps with the kernels; largest relative error of the logits."""
+    """Prefill with the plain ops, then two decode steps with the kernels; largest relative error of the logits."""
     sizes = RankSizes.of(spec.shape, tp, rank)
     weights = stack_weights(spec, sizes, random_weights(spec, tp, rank, torch.float32, "cpu"))
     cache = KVCache(spec, sizes, batch, 64, torch.float32, "cpu")
     generator = torch.Generator().manual_seed(3)
-    tokens = torch.randint(0, spec.shape.vocab_size, (batch, prompt + 3), generator=generator)
+    tokens = torch.randint(0, spec.shape.vocab_size, (batch, prompt + 2), generator=generator)
     reference = ReferenceDecoder(spec, wiring, [weights], tp=tp, first_rank=rank)
 
     def executor(ops, rows, count):
@@ -81,7 +81,7 @@ def step_against_reference(spec, wiring, batch, prompt, ops_of, lanes=1, tp=1, r
         reference.forward(tokens[:, :prompt])
     worst = 0.0
     decode = executor(ops_of(spec, sizes, weights, cache), batch, lanes)
-    for step in range(3):
+    for step in range(2):
         cache.positions.fill_(prompt + step)
         logits = torch.full((batch, sizes.vocab_rows), float("nan"))
         decode.run(tokens[:, prompt + step].contiguous(), logits)
@@ -91,54 +91,48 @@ def step_against_reference(spec, wiring, batch, prompt, ops_of, lanes=1, tp=1, r
     return worst
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize(("slices", "splits", "merge"), [(1, 1, True), (3, 2, True), (2, 3, False)])
-def test_one_token_kernels(family: str, slices: int, splits: int, merge: bool) -> None:
+@pytest.mark.parametrize(("family", "slices", "splits", "depth"), [("llama", 1, 1, 1), ("qwen2", 3, 2, 2), ("qwen3", 2, 3, 3)])
+def test_one_token_kernels(family: str, slices: int, splits: int, depth: int) -> None:
     spec = EngineSpec.from_shape(shape(family))
-    made = tiles(slices, splits, merge)
-    wiring = Wiring.parse("ladder", 2)
-    assert step_against_reference(spec, wiring, 1, 19, lambda *a: GemvOps(*a, made, pdl=False)) < 2e-5
+    made = tiles(slices, splits, depth)
+    assert step_against_reference(spec, Wiring.parse("ladder", 2), 1, 19, lambda *a: GemvOps(*a, made, pdl=0)) < 2e-5
 
 
-@pytest.mark.parametrize("spec", ["standard", "parallel", "desync-2x", "desync-3x", "no-comm", "ladder:1"])
+@pytest.mark.parametrize("spec", ["parallel", "desync-3x", "ladder:1"])
 def test_wirings_with_one_token_kernels(spec: str) -> None:
-    made = tiles(1, 2, True)
-    engine_spec = EngineSpec.from_shape(shape())
+    made = tiles(1, 2)
+    wiring = Wiring.parse(spec, 2)
+    worst = step_against_reference(EngineSpec.from_shape(shape(num_heads=4, num_kv_heads=2)), wiring, 1, 5,
+                                   lambda *a: GemvOps(*a, made, pdl=0), tp=2, rank=1)  # fmt: skip
+    assert worst < 2e-5
+
+
+def test_two_lanes_with_one_token_kernels_and_no_context() -> None:
+    made = tiles(3, 4)
+    spec = EngineSpec.from_shape(shape())
+    assert step_against_reference(spec, Wiring.parse("ladder", 2), 1, 0, lambda *a: GemvOps(*a, made, pdl=0), lanes=2) < 2e-5
+
+
+def test_sizes_that_do_not_fill_a_tile() -> None:
+    spec = EngineSpec.from_shape(shape(hidden_size=72, intermediate_size=44, num_heads=3))
     assert (
-        step_against_reference(engine_spec, Wiring.parse(spec, 2), 1, 5, lambda *a: GemvOps(*a, made, pdl=False), tp=2, rank=1)
+        step_against_reference(spec, Wiring.parse("standard", 2), 1, 9, lambda *a: GemvOps(*a, tiles(1, 2, 2, 64), pdl=0))
         < 2e-5
     )
 
 
-def test_two_lanes_with_one_token_kernels_and_no_context() -> None:
-    made = tiles(3, 4, True)
-    spec = EngineSpec.from_shape(shape(num_layers=3))
-    assert (
-        step_against_reference(spec, Wiring.parse("ladder", 3), 1, 0, lambda *a: GemvOps(*a, made, pdl=False), lanes=2) < 2e-5
-    )
-
-
-@pytest.mark.parametrize(("hidden", "ff", "heads", "block_k"), [(72, 40, 3, 32), (128, 200, 2, 128)])
-def test_sizes_that_do_not_fill_a_tile(hidden: int, ff: int, heads: int, block_k: int) -> None:
-    spec = EngineSpec.from_shape(shape(hidden_size=hidden, intermediate_size=ff, num_heads=heads, num_kv_heads=1))
-    made = tiles(1, 2, False, block_k)
-    assert step_against_reference(spec, Wiring.parse("standard", 2), 1, 9, lambda *a: GemvOps(*a, made, pdl=False)) < 2e-5
-
-
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [2])
 def test_kernels_for_several_sequences(family: str, batch: int) -> None:
     spec = EngineSpec.from_shape(shape(family))
     wiring = Wiring.parse("ladder", 2)
-    assert step_against_reference(spec, wiring, batch, 18, lambda *a: GemmOps(*a, pdl=False, splits=2)) < 2e-5
+    assert step_against_reference(spec, wiring, batch, 18, lambda *a: GemmOps(*a, pdl=0, splits=2)) < 2e-5
 
 
-@pytest.mark.parametrize("wiring", ["standard", "parallel", "desync-2x", "desync-3x"])
+@pytest.mark.parametrize("wiring", ["parallel", "desync-3x"])
 def test_wirings_with_several_sequences(wiring: str) -> None:
-    spec = EngineSpec.from_shape(shape())
-    worst = step_against_reference(
-        spec, Wiring.parse(wiring, 2), 2, 4, lambda *a: GemmOps(*a, pdl=False, splits=1), tp=2, rank=1
-    )
+    spec = EngineSpec.from_shape(shape(num_heads=4, num_kv_heads=2))
+    worst = step_against_reference(spec, Wiring.parse(wiring, 2), 2, 4, lambda *a: GemmOps(*a, pdl=0, splits=1), tp=2, rank=1)
     assert worst < 2e-5
 
 
@@ -160,5 +154,3 @@ def test_default_tiles_fit_every_preset() -> None:
             assert sizes.hidden % made.slices == 0, name
             for tile in (made.qkv, made.output, made.gate_up, made.down, made.head):
                 assert tile.block_k & (tile.block_k - 1) == 0, (name, tile)
-            if made.merge_in_output:
-                assert (sizes.heads * sizes.head_dim) % made.output.block_k == 0, name

@@ -41,7 +41,7 @@ class DecodeEngine:
     def __init__(
         self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
-        max_context: int = 2048, schedule: str = "auto", pdl: bool = True, tiles: GemvTiles | None = None, release: bool = False,
+        max_context: int = 2048, schedule: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None, release: bool = False,
         stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
@@ -142,9 +142,9 @@ class DecodeEngine:
 
     # ---- making ----------------------------------------------------------------------------------------------------
 
-    def _ops(self) -> Ops:
+    def _ops(self, lanes: int) -> Ops:
         if self.batch == 1:
-            tiles = self._tiles or GemvTiles.default(self.sizes, self.max_context)
+            tiles = self._tiles or GemvTiles.default(self.sizes, self.max_context, lanes)
             return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
         return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
 
@@ -185,7 +185,7 @@ class DecodeEngine:
     def _capture(self, plan: Plan) -> torch.cuda.CUDAGraph:
         from .kernels_small import step_positions
 
-        executor = self._executor(plan, self._ops(), rows=self.batch)
+        executor = self._executor(plan, self._ops(plan.lanes), rows=self.batch)
         self._keep.append(executor)
         pad = 1 << (self.batch - 1).bit_length()
 

@@ -21,7 +21,8 @@ RING = 8
 
 
 class Ops(Protocol):
-    launchers: Sequence[Any]
+    @property
+    def launchers(self) -> Sequence[Any]: ...
 
     def embed(self, tokens: Tensor, message: Tensor) -> None: ...
 
@@ -53,12 +54,12 @@ class Executor:
 
     def run(self, tokens: Tensor, logits: Tensor) -> None:
         plan, streams = self.plan, self.streams
-        launchers = self.ops.launchers or [Launcher(pdl=False), Launcher(pdl=False)]
+        launchers = self.ops.launchers or [Launcher(pdl=0), Launcher(pdl=0)]
         for launcher in launchers:
             launcher.dependent = False
         self.ops.embed(tokens, self._embedding[0])
         if not self.reducer.silent:
-            self.reducer.reduce(*self._embedding, 0, Launcher(pdl=False))
+            self.reducer.reduce(*self._embedding, 0, Launcher(pdl=0))
         self._events: dict[int, Any] = {}
         if plan.lanes == 2:
             streams.wait("attention", streams.record("main", "embedding"))
@@ -107,7 +108,7 @@ class Executor:
             beside = f"sum-{side}"
             streams.wait(beside, streams.record(name, step.name))
             with streams.on(beside):
-                self._sum_launchers[side].dependent = False
+                self._sum_launchers[side].dependent = self._pdl_across_waits
                 self._note(beside, f"sum of {step.name}")
                 self.reducer.reduce(*buffers, side, self._sum_launchers[side])
                 self._events[step.output] = streams.record(beside, f"sum of {step.name}")

@@ -26,7 +26,7 @@ class GemmOps:
         weights: RankWeights,
         cache: KVCache,
         *,
-        pdl: bool = True,
+        pdl: int = 1,
         splits: int | None = None,
     ) -> None:
         from . import kernels_attention, kernels_small

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ class Tile:
     rows: int  # rows of W per program
     block_k: int
     warps: int
+    depth: int = 2  # tiles requested ahead of use, 1 to 3
 
 
 @dataclass(frozen=True)
@@ -36,32 +37,37 @@ class GemvTiles:
     slices: int  # QKV is cut along K so that its few rows still fill the card; attention sums the slices
     splits: int  # programs per KV head in attention
     block_t: int = 64
-    attention_warps: int = 4
-    merge_in_output: bool = True  # the output projection merges the splits itself (few splits), or a kernel of its own does
+    attention_warps: int = 8
 
     @classmethod
-    def default(cls, sizes: RankSizes, max_context: int, batch: int = 1) -> GemvTiles:
-        rows = sizes.qkv_width
-        slices = 4 if sizes.hidden % 4 == 0 and rows * sizes.hidden <= 1 << 25 else 1
-        heads_per_block = max(1, min(8, _power_of_two_below(sizes.heads)))
-        splits = pick_splits(sizes, max_context, batch)
+    def default(cls, sizes: RankSizes, max_context: int, lanes: int = 1) -> GemvTiles:
+        """In two lanes the kernels share the card: wider programs and fewer splits leave room for the other lane."""
+        slices = 2 if sizes.hidden % 2048 == 0 and sizes.qkv_width * sizes.hidden <= 1 << 24 else 1
+        inner, ff = sizes.heads * sizes.head_dim, sizes.intermediate
+        splits = pick_splits(sizes, max_context, 1)
         return cls(
-            qkv=Tile(16, _block(sizes.hidden // slices, 512), 4),
-            output=Tile(16, _merge_block(sizes, heads_per_block), 8),
-            gate_up=Tile(16, _block(sizes.hidden, 512), 4),
-            down=Tile(16, _block(sizes.intermediate, 512), 4),
-            head=Tile(16, _block(sizes.hidden, 512), 4),
+            qkv=_tile(4, 4, 1, sizes.hidden // slices),
+            output=_tile(4, 2, 1, inner) if lanes == 1 else _tile(16, 2, 1, inner),
+            gate_up=_tile(16, 2, 1, sizes.hidden),
+            down=_tile(8, 2, 2, ff) if lanes == 1 else _tile(4, 4, 1, ff),
+            head=_tile(8, 4, 1, sizes.hidden),
             slices=slices,
-            splits=splits,
-            merge_in_output=splits <= 16 and _merge_block(sizes, heads_per_block) > 0,
+            splits=splits if lanes == 1 else max(splits // 2, 1),
         )
+
+
+def _tile(rows: int, warps: int, depth: int, columns: int) -> Tile:
+    """256 columns a warp (kernels_project.py says why), fewer warps where the matrix is narrower than that."""
+    while warps > 1 and 256 * warps > columns:
+        warps //= 2
+    return Tile(rows, 256 * warps, warps, depth)
 
 
 def pick_splits(sizes: RankSizes, max_context: int, batch: int) -> int:
     """Enough programs for short latency; no more than the merge can read cheaply, unless the context is long."""
     wanted = max(1, 264 // (batch * sizes.kv_heads))
-    by_length = max(1, max_context // 128)
-    limit = 8 if max_context <= 4096 else 32 if max_context <= 32768 else 64
+    by_length = max(1, max_context // 64)
+    limit = 32 if max_context <= 32768 else 64
     return min(limit, _power_of_two_below(wanted), _power_of_two_below(by_length))
 
 
@@ -69,31 +75,18 @@ def _power_of_two_below(value: int) -> int:
     return 1 << (max(value, 1).bit_length() - 1)
 
 
-def _block(size: int, wanted: int) -> int:
-    """A power of two that divides ``size`` if one of useful width does; otherwise ``wanted`` with a masked tail."""
-    block = size & -size
-    return min(block, wanted) if block >= 128 else min(wanted, 1 << (size - 1).bit_length())
-
-
-def _merge_block(sizes: RankSizes, heads: int) -> int:
-    while heads > 1 and sizes.heads % heads:
-        heads //= 2
-    return heads * sizes.head_dim
-
-
 @dataclass
 class Launcher:
     """Starts kernels; ``dependent`` says whether programmatic dependent launch may tie this one to the kernel before it."""
 
-    pdl: bool = True
+    pdl: int = 1  # 0: off; 1: the next kernel may start with this one; 2: once this one's input is there
     dependent: bool = False
-    log: list[str] = field(default_factory=list)
 
     def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
         options: dict[str, Any] = {"num_warps": warps}
         if self.pdl and self.dependent:
             options["launch_pdl"] = True
-        constants["PDL"] = self.pdl
+        constants["PDL"] = int(self.pdl)
         kernel[grid](*args, **constants, **options)
         self.dependent = True  # the next kernel on this stream may lean on this one, unless an event comes between
 
@@ -110,7 +103,7 @@ class GemvOps:
     """Batch 1. Writes each module's message into the buffer it is given."""
 
     def __init__(
-        self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, tiles: GemvTiles, *, pdl: bool = True
+        self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, tiles: GemvTiles, *, pdl: int = 1
     ) -> None:
         from . import kernels_attention, kernels_project
 
@@ -137,21 +130,17 @@ class GemvOps:
         launch = self.launchers[step.lane]
         self._norm_project(step, lane, absorbed, w.first_norm, w.qkv, self._qkv, t.qkv, slices=t.slices)
         self._decode_attention(launch, w, step.layer)
-        if t.merge_in_output:
-            self._output(step, lane, self._split, w.output, message, t.output, t.splits, other)
-        else:
-            pad = triton.next_power_of_2(t.splits)
-            launch(
-                self._attend.merge_splits, (self.sizes.heads,), self._split, self._lse, self._merged,
-                SPLITS=t.splits, SPLITS_PAD=pad, DIM=self.sizes.head_dim, warps=4,
-            )  # fmt: skip
-            self._output(step, lane, self._merged, w.output, message, t.output, 0, other)
+        launch(
+            self._attend.merge_splits, (self.sizes.heads,), self._split, self._lse, self._merged,
+            SPLITS=t.splits, SPLITS_PAD=triton.next_power_of_2(t.splits), DIM=self.sizes.head_dim, warps=4,
+        )  # fmt: skip
+        self._output(step, lane, self._merged, w.output, message, t.output, other)
 
     def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
         w, t = self.weights.layers[step.layer], self.tiles
         norm = w.first_norm if step.first_norm else w.second_norm
         self._norm_project(step, lane, absorbed, norm, w.gate_up, self._act, t.gate_up, gated=True)
-        self._output(step, lane, self._act, w.down, message, t.down, 0, other)
+        self._output(step, lane, self._act, w.down, message, t.down, other)
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
         self._norm_project(step, lane, absorbed, self.weights.final_norm, self.weights.head, logits, self.tiles.head)
@@ -168,7 +157,7 @@ class GemvOps:
             self._project.norm_project, (triton.cdiv(rows, per_program), slices),
             old, *deltas, new, norm, weight, out, self._squares, self.spec.norm_eps, rows,
             K=self.sizes.hidden, ROWS=tile.rows, BLOCK_K=tile.block_k, SLICES=slices, KEEP=step.keeps_stream,
-            DELTAS=len(absorbed), GATED=gated, warps=tile.warps,
+            DELTAS=len(absorbed), GATED=gated, DEPTH=tile.depth, warps=tile.warps,
         )  # fmt: skip
 
     def _decode_attention(self, launch: Launcher, w: LayerWeights, layer: int) -> None:
@@ -192,13 +181,13 @@ class GemvOps:
         weight: Tensor,
         message: Tensor,
         tile: Tile,
-        splits: int,
         other: Tensor | None,
     ) -> None:
         n, k = weight.shape
         self.launchers[step.lane](
             self._project.output_project, (triton.cdiv(n, tile.rows),),
-            source, self._lse, weight, lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
-            K=k, ROWS=tile.rows, BLOCK_K=tile.block_k, SPLITS=splits, DIM=self.sizes.head_dim,
-            ADD_STREAM=step.adds_stream, ADD_OTHER=other is not None, warps=tile.warps,
+            source, weight, lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
+            K=k, ROWS=tile.rows, BLOCK_K=tile.block_k,
+            ADD_STREAM=step.adds_stream, ADD_OTHER=other is not None, DEPTH=tile.depth,
+            warps=tile.warps,
         )  # fmt: skip

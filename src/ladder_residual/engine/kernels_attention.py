@@ -81,9 +81,12 @@ def decode_attention(
     valid = begin + tokens < end
     k = tl.load(k_ptrs, mask=valid[:, None], other=0.0)
     v = tl.load(v_ptrs, mask=valid[:, None], other=0.0)
-    if PDL:
+    if PDL == 1:
         tl_cuda.gdc_launch_dependents()
+    if PDL > 0:
         tl_cuda.gdc_wait()
+    if PDL == 2:
+        tl_cuda.gdc_launch_dependents()
 
     g = tl.arange(0, GROUP_PAD)
     head_mask = g < GROUP
@@ -155,9 +158,12 @@ def merge_splits(
 ):
     """(rows, SPLITS, DIM) -> (rows, DIM); one program per row (sequence and head)."""
     row = tl.program_id(0).to(tl.int64)
-    if PDL:
+    if PDL == 1:
         tl_cuda.gdc_launch_dependents()
+    if PDL > 0:
         tl_cuda.gdc_wait()
+    if PDL == 2:
+        tl_cuda.gdc_launch_dependents()
     s = tl.arange(0, SPLITS_PAD)
     dims = tl.arange(0, DIM)
     lse = tl.load(lse_ptr + row * SPLITS + s, mask=s < SPLITS, other=float("-inf"))

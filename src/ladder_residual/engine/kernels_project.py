@@ -1,11 +1,15 @@
 """Matrix-vector kernels for one token: the weights stream through once, everything else rides along.
 
 ``norm_project``   absorb outputs + RMSNorm + projection (QKV in slices of K, gate/up with SiLU, head)
-``output_project`` split-KV merge or plain input + projection (attention output, MLP down) + what desync and parallel add
+``output_project`` projection of attention's or the MLP's inner vector + what desync and parallel add to the message
 
 The norm costs no pass of its own: y = (W . (g * x)) * rsqrt(mean(x^2) + eps), so the sum of squares is collected while the
-weights stream. The first tile of weights is loaded *before* ``gdc_wait``: weights never change, so with programmatic dependent
-launch it is already there when the previous kernel's output is. Nothing but weights may be read above the wait.
+weights stream. DEPTH tiles of weights are requested ahead of use; the first ones *before* ``gdc_wait``: weights never change, so
+with programmatic dependent launch they are already there when the previous kernel's output is. Nothing but weights may be read
+above the wait.
+
+BLOCK_K = 256 * warps is not a whim: then each thread's eight weights of a row meet the eight elements of x it loaded itself.
+Any other width makes the compiler pass x through shared memory, with barriers, in every iteration.
 """
 
 from __future__ import annotations
@@ -31,8 +35,29 @@ def _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, mask, KEEP: tl.constexpr, DELTAS: 
 
 @triton.jit
 def _sum_neighbours(products, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Adds up the eight neighbours one thread holds after a 16-byte load: no exchange between threads, an eighth of the registers."""
+    """Adds up the eight neighbours one thread holds after a 16-byte load: no exchange between threads, an eighth the registers."""
     return tl.sum(tl.reshape(products, [ROWS, BLOCK_K // 8, 8]), axis=2)
+
+
+@triton.jit
+def _weights(w_ptrs, row_mask, offs, start, size, EVEN: tl.constexpr):
+    """The tile of weights from column ``start`` on; zeros past ``size``. Weights are read once: they must not push x out of L1."""
+    if EVEN:
+        mask = row_mask[:, None] & (start < size)
+    else:
+        mask = row_mask[:, None] & (start + offs < size)[None, :]
+    return tl.load(w_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _after_the_previous_kernel(PDL: tl.constexpr):
+    """Below this line the previous kernel's output is there. 1: let the next kernel start now; 2: only once our input is there."""
+    if PDL == 1:
+        tl_cuda.gdc_launch_dependents()
+    if PDL > 0:
+        tl_cuda.gdc_wait()
+    if PDL == 2:
+        tl_cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -51,6 +76,7 @@ def norm_project(
     K: tl.constexpr,
     ROWS: tl.constexpr,  # rows of W per program (gate and up count separately)
     BLOCK_K: tl.constexpr,
+    DEPTH: tl.constexpr,  # tiles requested ahead, 1 to 3
     SLICES: tl.constexpr,
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
@@ -71,36 +97,39 @@ def norm_project(
     row_mask = channel < N
     offs = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + (part * SLICE + offs)[None, :]
-    if EVEN:
-        w_mask = row_mask[:, None]
-    else:
-        w_mask = row_mask[:, None] & (offs < SLICE)[None, :]
-    w = tl.load(w_ptrs, mask=w_mask, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+    w0 = _weights(w_ptrs, row_mask, offs, 0, SLICE, EVEN)
+    if DEPTH > 1:
+        w1 = _weights(w_ptrs, row_mask, offs, BLOCK_K, SLICE, EVEN)
+    if DEPTH > 2:
+        w2 = _weights(w_ptrs, row_mask, offs, 2 * BLOCK_K, SLICE, EVEN)
+    _after_the_previous_kernel(PDL)
+    k = part * SLICE + offs
+    x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, offs < SLICE, KEEP, DELTAS)
+    g = tl.load(norm_ptr + k, mask=offs < SLICE, other=0.0)
     acc = tl.zeros([ROWS, BLOCK_K // 8], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, SLICE, BLOCK_K):
-        # the next tile is on its way while this one is used
-        if EVEN:
-            next_mask = row_mask[:, None] & (start + BLOCK_K < SLICE)
-        else:
-            next_mask = row_mask[:, None] & (start + BLOCK_K + offs < SLICE)[None, :]
-        if BLOCK_K < SLICE:
-            w_next = tl.load(w_ptrs + start + BLOCK_K, mask=next_mask, other=0.0, eviction_policy="evict_first")
-        else:
-            w_next = w
-        k = part * SLICE + start + offs
-        k_mask = (start + offs) < SLICE
-        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k_mask, KEEP, DELTAS)
-        if DELTAS > 0:
-            if row_block == (start // BLOCK_K) % tl.num_programs(0):  # each piece of the new stream is stored once
-                tl.store(x_out_ptr + k, x, mask=k_mask)
-        g = tl.load(norm_ptr + k, mask=k_mask, other=0.0).to(tl.float32)
-        acc += _sum_neighbours(w.to(tl.float32) * (x * g)[None, :], ROWS, BLOCK_K)
+        ahead = _weights(w_ptrs, row_mask, offs, start + DEPTH * BLOCK_K, SLICE, EVEN)
+        following = start + BLOCK_K + offs
+        k_next = part * SLICE + following
+        x_next = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k_next, following < SLICE, KEEP, DELTAS)
+        g_next = tl.load(norm_ptr + k_next, mask=following < SLICE, other=0.0)
+        if DELTAS > 0 and row_block == (start // BLOCK_K) % tl.num_programs(0):  # each piece of the new stream is stored once
+            tl.store(x_out_ptr + k, x, mask=start + offs < SLICE)
+        acc += _sum_neighbours(w0.to(tl.float32) * (x * g.to(tl.float32))[None, :], ROWS, BLOCK_K)
         squares += x * x
-        w = w_next
+        k = k_next
+        x = x_next
+        g = g_next
+        if DEPTH == 1:
+            w0 = ahead
+        elif DEPTH == 2:
+            w0 = w1
+            w1 = ahead
+        else:
+            w0 = w1
+            w1 = w2
+            w2 = ahead
     y = tl.sum(acc, axis=1)
     total = tl.sum(squares, axis=0)
     if SLICES > 1:
@@ -119,27 +148,8 @@ def norm_project(
 
 
 @triton.jit
-def _merge_splits(in_ptr, lse_ptr, head0, HEADS: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr):
-    """Softmax-weighted mean of the splits' outputs for ``HEADS`` heads from ``head0``: (HEADS * DIM) in float32."""
-    heads = head0 + tl.arange(0, HEADS)
-    dims = tl.arange(0, DIM)
-    top = tl.load(lse_ptr + heads * SPLITS)
-    for s in tl.static_range(1, SPLITS):
-        top = tl.maximum(top, tl.load(lse_ptr + heads * SPLITS + s))
-    total = tl.zeros([HEADS], tl.float32)
-    mixed = tl.zeros([HEADS, DIM], tl.float32)
-    for s in tl.static_range(SPLITS):
-        share = tl.exp(tl.load(lse_ptr + heads * SPLITS + s) - top)  # an empty split has lse -inf and counts nothing
-        part = tl.load(in_ptr + (heads * SPLITS + s)[:, None] * DIM + dims[None, :]).to(tl.float32)
-        mixed += share[:, None] * part
-        total += share
-    return tl.reshape(mixed / total[:, None], [HEADS * DIM])
-
-
-@triton.jit
 def output_project(
-    in_ptr,  # (K), or with SPLITS > 0 the splits of attention (heads, SPLITS, DIM)
-    lse_ptr,  # float32 (heads, SPLITS)
+    in_ptr,  # (K)
     w_ptr,  # (N, K)
     stream_ptr,  # float32 (N), with ADD_STREAM
     other_ptr,  # (N), with ADD_OTHER
@@ -149,42 +159,39 @@ def output_project(
     K: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    SPLITS: tl.constexpr,
-    DIM: tl.constexpr,
+    DEPTH: tl.constexpr,
     ADD_STREAM: tl.constexpr,
     ADD_OTHER: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row_block = tl.program_id(0)
     EVEN: tl.constexpr = K % BLOCK_K == 0
-    rows = row_block * ROWS + tl.arange(0, ROWS)
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < N
     offs = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + offs[None, :]
-    if EVEN:
-        w_mask = row_mask[:, None]
-    else:
-        w_mask = row_mask[:, None] & (offs < K)[None, :]
-    w = tl.load(w_ptrs, mask=w_mask, other=0.0, eviction_policy="evict_first")
-    if PDL:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+    w0 = _weights(w_ptrs, row_mask, offs, 0, K, EVEN)
+    if DEPTH > 1:
+        w1 = _weights(w_ptrs, row_mask, offs, BLOCK_K, K, EVEN)
+    if DEPTH > 2:
+        w2 = _weights(w_ptrs, row_mask, offs, 2 * BLOCK_K, K, EVEN)
+    _after_the_previous_kernel(PDL)
+    x = tl.load(in_ptr + offs, mask=offs < K, other=0.0)
     acc = tl.zeros([ROWS, BLOCK_K // 8], tl.float32)
     for start in range(0, K, BLOCK_K):
-        if EVEN:
-            next_mask = row_mask[:, None] & (start + BLOCK_K < K)
+        ahead = _weights(w_ptrs, row_mask, offs, start + DEPTH * BLOCK_K, K, EVEN)
+        following = start + BLOCK_K + offs
+        x_next = tl.load(in_ptr + following, mask=following < K, other=0.0)
+        acc += _sum_neighbours(w0.to(tl.float32) * x.to(tl.float32)[None, :], ROWS, BLOCK_K)
+        x = x_next
+        if DEPTH == 1:
+            w0 = ahead
+        elif DEPTH == 2:
+            w0 = w1
+            w1 = ahead
         else:
-            next_mask = row_mask[:, None] & (start + BLOCK_K + offs < K)[None, :]
-        if BLOCK_K < K:
-            w_next = tl.load(w_ptrs + start + BLOCK_K, mask=next_mask, other=0.0, eviction_policy="evict_first")
-        else:
-            w_next = w
-        if SPLITS > 0:
-            x = _merge_splits(in_ptr, lse_ptr, start // DIM, BLOCK_K // DIM, DIM, SPLITS)
-        else:
-            x = tl.load(in_ptr + start + offs, mask=start + offs < K, other=0.0).to(tl.float32)
-        acc += _sum_neighbours(w.to(tl.float32) * x[None, :], ROWS, BLOCK_K)
-        w = w_next
+            w0 = w1
+            w1 = w2
+            w2 = ahead
     y = tl.sum(acc, axis=1)
     if ADD_STREAM:
         y += stream_scale * tl.load(stream_ptr + rows, mask=row_mask, other=0.0)

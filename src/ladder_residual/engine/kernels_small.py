@@ -26,9 +26,12 @@ def absorb_norm(
     offs = tl.arange(0, BLOCK_K)
     mask = offs < K
     g = tl.load(norm_ptr + offs, mask=mask, other=0.0).to(tl.float32)
-    if PDL:
+    if PDL == 1:
         tl_cuda.gdc_launch_dependents()
+    if PDL > 0:
         tl_cuda.gdc_wait()
+    if PDL == 2:
+        tl_cuda.gdc_launch_dependents()
     if KEEP:
         x = tl.load(x_ptr + row + offs, mask=mask, other=0.0)
     else:
@@ -51,9 +54,12 @@ def silu_multiply(in_ptr, out_ptr, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
     b = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < F
-    if PDL:
+    if PDL == 1:
         tl_cuda.gdc_launch_dependents()
+    if PDL > 0:
         tl_cuda.gdc_wait()
+    if PDL == 2:
+        tl_cuda.gdc_launch_dependents()
     gate = tl.load(in_ptr + b * 2 * F + offs, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(in_ptr + b * 2 * F + F + offs, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + b * F + offs, (gate * tl.sigmoid(gate) * up).to(out_ptr.dtype.element_ty), mask=mask)
@@ -62,9 +68,12 @@ def silu_multiply(in_ptr, out_ptr, F, BLOCK: tl.constexpr, PDL: tl.constexpr):
 @triton.jit
 def copy_that_lasts(in_ptr, out_ptr, count, nanoseconds, BLOCK: tl.constexpr, PDL: tl.constexpr):
     """Stand-in for an all-reduce: copies the message, then keeps its few programs busy until the link's time has passed."""
-    if PDL:
+    if PDL == 1:
         tl_cuda.gdc_launch_dependents()
+    if PDL > 0:
         tl_cuda.gdc_wait()
+    if PDL == 2:
+        tl_cuda.gdc_launch_dependents()
     began = tl_cuda.globaltimer()
     for start in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         offs = start + tl.arange(0, BLOCK)

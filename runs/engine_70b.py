@@ -1,0 +1,56 @@
+"""The 70B table on one GPU (emulated rank of TP=8) and the one-GPU peers; writes results/engine/*.json.
+
+PYTHONPATH=src python runs/engine_70b.py --out results/engine
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from ladder_residual.bench.gpu import Shard, bench_decode, bench_e2e, bench_prefill
+from ladder_residual.bench.gpu_peers import bench_peers
+
+# the paper's exposed latencies are 24 us (NVLink) and 64 us (no NVLink) at batch 1; NCCL's 18 us; one-shot kernels 5 us
+LINKS = ("none", "5us", "18us", "24us", "64us")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/engine"))
+    parser.add_argument("--parts", default="batch1,batches,prefill,e2e,peers")
+    parser.add_argument("--repeats", type=int, default=40)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    parts = options.parts.split(",")
+
+    def keep(name: str, result: dict) -> None:
+        (options.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+        for row in result["rows"]:
+            print(name, json.dumps(row), flush=True)
+
+    if set(parts) & {"batch1", "batches", "prefill", "e2e"}:
+        shard = Shard("llama-3-70b", 8)
+        every = ("standard", "ladder", "ladder:last-half", "parallel", "desync-2x", "no-comm")
+        if "batch1" in parts:
+            keep("70b-tp8-batch1", bench_decode(shard=shard, tp=8, links=LINKS, wirings=every, repeats=options.repeats))
+        if "batches" in parts:
+            keep(
+                "70b-tp8-batches",
+                bench_decode(
+                    shard=shard, tp=8, batches=(4, 16, 64), links=("none", "18us"), wirings=("standard", "ladder", "parallel"),
+                    repeats=options.repeats,
+                ),
+            )  # fmt: skip
+        if "prefill" in parts:
+            keep("70b-tp8-prefill", bench_prefill(shard=shard, tp=8, links=("none", "500us")))
+        if "e2e" in parts:
+            keep("70b-tp8-e2e", bench_e2e(shard=shard, tp=8, links=("5us", "24us")))
+        del shard
+    if "peers" in parts:
+        keep("8b-tp1-peers", bench_peers(repeats=options.repeats))
+
+
+if __name__ == "__main__":
+    main()

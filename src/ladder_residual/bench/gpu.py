@@ -1,0 +1,236 @@
+"""Decode, prefill and end-to-end benchmarks of the CUDA engine on one GPU holding one rank of a tensor-parallel model.
+
+With tp > 1 every all-reduce is emulated (``engine/emulate.py``) and every result says so. Functions take keyword arguments and
+return JSON-able dicts; ``ladder bench`` and ``runs/`` call them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..config import Wiring
+from ..engine.decoder import DecodeEngine
+from ..engine.emulate import Link, parse_link
+from ..engine.roofline import read_bandwidth
+from ..engine.spec import EngineSpec, RankSizes
+from ..engine.weights import RankWeights, random_weights, stack_weights
+from ..presets import ModelShape
+from .gpu_report import environment, spread
+
+DTYPE = torch.bfloat16
+
+
+class Shard:
+    """One rank's random weights on the card, made once and shared by all engines of a benchmark."""
+
+    def __init__(self, model: str | ModelShape, tp: int, *, layers: int | None = None) -> None:
+        shape = ModelShape.from_name(model) if isinstance(model, str) else model
+        if layers is not None:
+            shape = ModelShape(**{**shape.to_dict(), "num_layers": layers})
+        self.name = model if isinstance(model, str) else shape.family
+        self.tp = tp
+        self.spec = EngineSpec.from_shape(shape)
+        self.sizes = RankSizes.of(shape, tp, 0)
+        need = self.sizes.resident_bytes(2, tied=shape.tied_embeddings)
+        free, _ = torch.cuda.mem_get_info()
+        if need > free:
+            raise ValueError(
+                f"a rank of {self.name} at tp={tp} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: raise tp"
+            )
+        made = random_weights(self.spec, tp, 0, DTYPE, "cuda")
+        self.weights: RankWeights = stack_weights(self.spec, self.sizes, made, release=True)
+
+    def engine(self, wiring: str, link: Link, *, batch: int, max_context: int, schedule: str = "auto") -> DecodeEngine:
+        return DecodeEngine(
+            self.spec, Wiring.parse(wiring, self.spec.shape.num_layers), self.weights, tp=self.tp,
+            reducer="emulated" if self.tp > 1 else "none", link=link, batch=batch, max_context=max_context, schedule=schedule,
+        )  # fmt: skip
+
+    def bytes_per_step(self, batch: int, context: int) -> int:
+        """What one step must read: the weights once, and every sequence's keys and values."""
+        tied = self.spec.shape.tied_embeddings
+        return self.sizes.weight_bytes(2, tied=tied) + self.sizes.cache_bytes(2, batch, context)
+
+
+def bench_decode(
+    *,
+    model: str = "llama-3-70b",
+    tp: int = 8,
+    batches: Sequence[int] = (1,),
+    wirings: Sequence[str] = ("standard", "ladder"),
+    links: Sequence[str] = ("none", "24us"),
+    context: int = 1280,
+    max_context: int | None = None,
+    schedule: str = "auto",
+    repeats: int = 40,
+    layers: int | None = None,
+    link_table: str | None = None,
+    shard: Shard | None = None,
+) -> dict[str, Any]:
+    """Time of one decode step at ``context`` for every (batch, link, wiring); the no-communication bound comes with each batch."""
+    shard = shard or Shard(model, tp, layers=layers)
+    max_context = max_context or max(2 * context, 2048)
+    bandwidth = read_bandwidth()
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        bound: float | None = None
+        for link_name in dict.fromkeys(("none", *links)):
+            link = parse_link(link_name, tp=tp, table=link_table)
+            baseline: float | None = None
+            for wiring in wirings if link_name in links else ("standard",):
+                if wiring == "no-comm" and link_name != "none":
+                    continue  # it never communicates: one row is enough
+                engine = shard.engine(wiring, link, batch=batch, max_context=max_context, schedule=schedule)
+                times = time_steps(engine, context, repeats)
+                step = median(times)
+                if wiring == "standard":
+                    baseline = step
+                    bound = step if link_name == "none" else bound
+                rows.append(
+                    {
+                        "batch": batch,
+                        "link": link_name,
+                        "link_us": round(link.microseconds(batch * shard.sizes.hidden * 2), 2),
+                        "wiring": wiring,
+                        "lanes": engine.lanes,
+                        "lanes_tried_ms": {str(k): round(v, 4) for k, v in engine.step_ms.items()},
+                        "ms_per_token": round(step, 4),
+                        **spread(times),
+                        "tokens_per_s": round(batch * 1e3 / step, 1),
+                        "over_standard": round(baseline / step, 4) if baseline else None,
+                        "of_no_comm_bound": round(bound / step, 4) if bound else None,
+                        "startup_s": round(engine.startup_seconds, 2),
+                    }
+                )
+                del engine
+                torch.cuda.empty_cache()
+    # the card's clocks move: the better of two measurements, before and after, is the roofline
+    bandwidth = max(bandwidth, read_bandwidth())
+    for row in rows:
+        floor_ms = 1e3 * shard.bytes_per_step(row["batch"], context) / bandwidth
+        row["roofline_share"] = round(floor_ms / row["ms_per_token"], 4)
+    return {
+        "benchmark": "decode",
+        "emulated": tp > 1,
+        "model": shard.name,
+        "tp": tp,
+        "layers": shard.sizes.layers,
+        "context": context,
+        "dtype": "bfloat16",
+        "weights": "random",
+        "gigabytes_per_step_batch_1": round(shard.bytes_per_step(1, context) / 1e9, 3),
+        "read_bandwidth_tb_s": round(bandwidth / 1e12, 3),
+        "rows": rows,
+        **environment(),
+    }
+
+
+def bench_prefill(
+    *, model: str = "llama-3-70b", tp: int = 8, batch: int = 1, prompt: int = 1024, wirings: Sequence[str] = ("standard", "ladder"),
+    links: Sequence[str] = ("none", "24us"), repeats: int = 5, layers: int | None = None, link_table: str | None = None,
+    shard: Shard | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Time to the first token. Prefill runs eagerly, so short prompts are bound by launches, not by the card."""
+    shard = shard or Shard(model, tp, layers=layers)
+    rows = []
+    tokens = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
+    for link_name in links:
+        link = parse_link(link_name, tp=tp, table=link_table)
+        baseline = None
+        for wiring in wirings:
+            engine = shard.engine(wiring, link, batch=batch, max_context=prompt + 16, schedule="one")
+            times = time_calls(lambda engine=engine: engine.prefill(tokens), repeats)
+            baseline = median(times) if wiring == "standard" else baseline
+            rows.append(
+                {
+                    "link": link_name,
+                    "link_us": round(link.microseconds(batch * prompt * shard.sizes.hidden * 2), 2),
+                    "wiring": wiring,
+                    "ms": round(median(times), 3),
+                    **spread(times),
+                    "over_standard": round(baseline / median(times), 4) if baseline else None,
+                }
+            )
+            del engine
+            torch.cuda.empty_cache()
+    return {
+        "benchmark": "prefill", "emulated": tp > 1, "model": shard.name, "tp": tp, "batch": batch, "prompt": prompt,
+        "layers": shard.sizes.layers, "rows": rows, **environment(),
+    }  # fmt: skip
+
+
+def bench_e2e(
+    *, model: str = "llama-3-70b", tp: int = 8, batch: int = 1, prompt: int = 1024, new: int = 512,
+    wirings: Sequence[str] = ("standard", "ladder"), links: Sequence[str] = ("24us",), repeats: int = 3, layers: int | None = None,
+    link_table: str | None = None, shard: Shard | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """Prompt to last token, greedy, tokens chosen on the device: the paper's measure (tokens/s counts generated tokens)."""
+    shard = shard or Shard(model, tp, layers=layers)
+    rows = []
+    prompts = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
+    for link_name in links:
+        link = parse_link(link_name, tp=tp, table=link_table)
+        baseline = None
+        for wiring in wirings:
+            engine = shard.engine(wiring, link, batch=batch, max_context=prompt + new + 8)
+
+            def generate(engine: DecodeEngine = engine) -> None:
+                tokens = engine.argmax(engine.prefill(prompts))
+                for _ in range(new - 1):
+                    tokens = engine.argmax(engine.decode(tokens))
+
+            times = time_calls(generate, repeats)
+            rate = batch * new * 1e3 / median(times)
+            baseline = rate if wiring == "standard" else baseline
+            rows.append(
+                {
+                    "link": link_name,
+                    "wiring": wiring,
+                    "lanes": engine.lanes,
+                    "seconds": round(median(times) / 1e3, 4),
+                    **spread(times),
+                    "tokens_per_s": round(rate, 2),
+                    "over_standard": round(rate / baseline, 4) if baseline else None,
+                }
+            )
+            del engine
+            torch.cuda.empty_cache()
+    return {
+        "benchmark": "e2e", "emulated": tp > 1, "model": shard.name, "tp": tp, "batch": batch, "prompt": prompt, "new": new,
+        "layers": shard.sizes.layers, "rows": rows, **environment(),
+    }  # fmt: skip
+
+
+def time_steps(engine: DecodeEngine, context: int, repeats: int) -> list[float]:
+    """Milliseconds of single graph replays, each between its own pair of events; the context grows by one a step."""
+    engine.reset(context - repeats // 2, random_context=True)
+    for _ in range(3):
+        engine.replay()
+    engine.reset(context - repeats // 2)
+    times = []
+    for _ in range(repeats):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        engine.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return times
+
+
+def time_calls(call: Any, repeats: int) -> list[float]:
+    """Wall-clock milliseconds of whole calls, after one to warm up."""
+    call()
+    torch.cuda.synchronize()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times

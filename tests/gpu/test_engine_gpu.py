@@ -1,0 +1,246 @@
+"""The engine on a real GPU against the slow twin in float32. ``python tests/gpu/test_engine_gpu.py`` runs it without pytest."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import traceback
+from dataclasses import replace
+
+import torch
+
+from ladder_residual.config import Wiring
+from ladder_residual.engine import (
+    DecodeEngine,
+    EngineSpec,
+    RankSizes,
+    ReferenceDecoder,
+    parse_link,
+    random_weights,
+    stack_weights,
+)
+from ladder_residual.presets import ModelShape
+
+try:
+    import pytest
+
+    pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+    parametrize = pytest.mark.parametrize
+except ImportError:  # a bare machine: main() below reads the same tables
+
+    def parametrize(names, values):  # type: ignore[no-redef]
+        def keep(function):
+            function.tables = [*getattr(function, "tables", []), (names, values)]
+            return function
+
+        return keep
+
+
+SHAPE = ModelShape(
+    family="llama",
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_layers=4,
+    num_heads=16,
+    num_kv_heads=2,
+    head_dim=128,
+    vocab_size=4096,
+)
+WIRINGS = ["standard", "ladder", "ladder:2-3", "ladder:1,3", "parallel", "desync-2x", "desync-3x", "no-comm"]
+TOLERANCE = 2e-2  # relative error of bfloat16 logits against float32
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+def worst_error(
+    shape, wiring, *, batch=1, context=96, schedule="auto", link="none", tp=2, dtype=torch.bfloat16, steps=4
+) -> float:
+    spec = EngineSpec.from_shape(shape)
+    layers = shape.num_layers
+    weights = stack_weights(spec, RankSizes.of(shape, tp, 0), random_weights(spec, tp, 0, dtype, "cuda"))
+    engine = DecodeEngine(
+        spec, Wiring.parse(wiring, layers), weights, tp=tp, reducer="emulated" if tp > 1 else "none", link=parse_link(link),
+        batch=batch, max_context=context + steps + 1, schedule=schedule,
+    )  # fmt: skip
+    reference = ReferenceDecoder(spec, Wiring.parse(wiring, layers), [weights], tp=tp)
+    tokens = torch.randint(0, RankSizes.of(shape, tp, 0).vocab_rows, (batch, context + steps), device="cuda")
+    errors = [relative(engine.prefill(tokens[:, :context]), reference.forward(tokens[:, :context])[:, -1])]
+    for index in range(context, context + steps):
+        engine._logits.fill_(float("nan"))  # every logit must be written anew
+        found = engine.decode(tokens[:, index])
+        assert torch.isfinite(found).all()
+        errors.append(relative(found, reference.forward(tokens[:, index : index + 1])[:, 0]))
+    return max(errors)
+
+
+@parametrize("wiring", WIRINGS)
+@parametrize("batch", [1, 3, 16])
+@parametrize("link", ["none", "5us"])
+def test_logits_of_every_wiring(wiring: str, batch: int, link: str) -> None:
+    assert worst_error(SHAPE, wiring, batch=batch, link=link) <= TOLERANCE
+
+
+@parametrize("schedule", ["one", "two"])
+@parametrize("wiring", ["ladder", "ladder:2-3", "ladder:0,2"])
+@parametrize("batch", [1, 3])
+def test_both_schedules(schedule: str, wiring: str, batch: int) -> None:
+    assert worst_error(SHAPE, wiring, batch=batch, schedule=schedule, link="20us") <= TOLERANCE
+
+
+@parametrize("context", [1, 2, 63, 64, 65, 1000, 4096])
+@parametrize("batch", [1, 3])
+def test_contexts(context: int, batch: int) -> None:
+    assert worst_error(SHAPE, "ladder", context=context, batch=batch) <= TOLERANCE
+
+
+@parametrize("family", ["qwen2", "qwen3", "mistral"])
+@parametrize("batch", [1, 3])
+def test_families(family: str, batch: int) -> None:
+    assert worst_error(replace(SHAPE, family=family), "ladder", batch=batch) <= TOLERANCE
+
+
+ODD_SIZES = [
+    {"hidden_size": 576, "intermediate_size": 1536, "num_heads": 9, "num_kv_heads": 3, "head_dim": 64},
+    {"hidden_size": 3584, "intermediate_size": 18944, "num_heads": 28, "num_kv_heads": 4},
+    {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_heads": 32,
+        "num_kv_heads": 8,
+        "head_dim": 64,
+        "tied_embeddings": True,
+    },
+]
+
+
+@parametrize("sizes", ODD_SIZES)
+@parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_odd_sizes_and_dtypes(sizes: dict, dtype: torch.dtype) -> None:
+    shape = ModelShape(**{**SHAPE.to_dict(), **sizes, "num_layers": 2})
+    assert worst_error(shape, "ladder", tp=1, dtype=dtype) <= TOLERANCE
+
+
+def test_prompts_of_different_lengths() -> None:
+    spec = EngineSpec.from_shape(SHAPE)
+    weights = stack_weights(spec, RankSizes.of(SHAPE, 1, 0), random_weights(spec, 1, 0, torch.bfloat16, "cuda"))
+    wiring = Wiring.parse("ladder", SHAPE.num_layers)
+    engine = DecodeEngine(spec, wiring, weights, batch=3, max_context=64)
+    tokens = torch.randint(0, SHAPE.vocab_size, (3, 21), device="cuda")
+    lengths = torch.tensor([20, 7, 1])
+    together = engine.prefill(tokens[:, :20], lengths).clone()
+    then = engine.decode(tokens[:, 20]).clone()
+    for row, length in enumerate(lengths.tolist()):
+        reference = ReferenceDecoder(spec, wiring, [weights], tp=1)
+        assert relative(together[row], reference.forward(tokens[row : row + 1, :length])[0, -1]) <= TOLERANCE
+        assert relative(then[row], reference.forward(tokens[row : row + 1, 20:])[0, 0]) <= TOLERANCE
+
+
+def test_greedy_tokens_equal_transformers() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=512, intermediate_size=1408, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        vocab_size=1000, initializer_range=0.08, rope_parameters={
+            "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64},
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval().cuda().float()
+    spec = EngineSpec.from_hf(config.to_dict())
+    state = {name: tensor.to(torch.float16) for name, tensor in model.state_dict().items()}
+    model.load_state_dict({name: tensor.float() for name, tensor in state.items()})
+    engine = DecodeEngine(spec, Wiring.parse("standard", 4), state, batch=2, max_context=128)
+    prompt = torch.randint(0, 1000, (2, 9), device="cuda")
+    expected = model.generate(prompt, max_new_tokens=40, min_new_tokens=40, do_sample=False, pad_token_id=0)[:, 9:]
+    tokens = engine.argmax(engine.prefill(prompt))
+    found = [tokens]
+    for index in range(39):
+        tokens = engine.argmax(engine.decode(expected[:, index]))  # teacher-forced: one near-tie must not hide the rest
+        found.append(tokens)
+    agree = float((torch.stack(found, 1) == expected).float().mean())
+    assert agree >= 0.97, f"{agree:.3f} of greedy tokens equal"
+
+
+@parametrize("reducer", ["nccl", "symm"])
+def test_real_reducers_on_one_rank(reducer: str) -> None:
+    """One process is all a single GPU can hold of NCCL; it still proves that the collectives are captured and waited for."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():
+        store = tempfile.mkdtemp()
+        dist.init_process_group(
+            "nccl", init_method=f"file://{store}/rendezvous", rank=0, world_size=1, device_id=torch.device("cuda", 0)
+        )
+    groups = (dist.new_group([0]), dist.new_group([0]))
+    spec = EngineSpec.from_shape(SHAPE)
+    weights = stack_weights(spec, RankSizes.of(SHAPE, 1, 0), random_weights(spec, 1, 0, torch.bfloat16, "cuda"))
+    wiring = Wiring.parse("ladder", SHAPE.num_layers)
+    for schedule in ("one", "two"):
+        engine = DecodeEngine(spec, wiring, weights, reducer=reducer, groups=groups, max_context=32, schedule=schedule)
+        reference = ReferenceDecoder(spec, wiring, [weights], tp=1)
+        tokens = torch.randint(0, SHAPE.vocab_size, (1, 6), device="cuda")
+        for index in range(6):
+            found = engine.decode(tokens[:, index])
+            assert relative(found, reference.forward(tokens[:, index : index + 1])[:, 0]) <= TOLERANCE
+        assert engine.gather(found).shape == (1, SHAPE.vocab_size)
+        assert int(engine.argmax(found)) == int(found.float().argmax())
+
+
+def test_refusals() -> None:
+    spec = EngineSpec.from_shape(SHAPE)
+    weights = stack_weights(spec, RankSizes.of(SHAPE, 1, 0), random_weights(spec, 1, 0, torch.bfloat16, "cuda"))
+    wiring = Wiring.parse("standard", SHAPE.num_layers)
+    engine = DecodeEngine(spec, wiring, weights, batch=1, max_context=4)
+    for text, call in (
+        ("graph is for batch 1, got 2", lambda: engine.decode(torch.zeros(2, dtype=torch.long))),
+        ("does not fit max_context=4", lambda: engine.prefill(torch.zeros(1, 5, dtype=torch.long))),
+        ("needs .* GB", lambda: DecodeEngine(spec, wiring, weights, batch=256, max_context=1 << 20)),
+        ("would drop the other ranks", lambda: DecodeEngine(spec, wiring, weights, tp=2, reducer="none")),
+    ):
+        _raises(text, call)
+    for _ in range(4):
+        engine.decode(torch.zeros(1, dtype=torch.long))
+    _raises("cache is full", lambda: engine.decode(torch.zeros(1, dtype=torch.long)))
+
+
+def _raises(text: str, call) -> None:
+    import re
+
+    try:
+        call()
+    except ValueError as error:
+        assert re.search(text, str(error)), f"{text!r} not in {error}"
+    else:
+        raise AssertionError(f"no ValueError about {text!r}")
+
+
+def main() -> int:
+    failures = 0
+    count = 0
+    for name, test in list(globals().items()):
+        if not name.startswith("test_"):
+            continue
+        tables = getattr(test, "tables", None)
+        if tables is None:  # pytest is there: read its marks
+            tables = [mark.args[:2] for mark in getattr(test, "pytestmark", []) if mark.name == "parametrize"]
+        for values in itertools.product(*(values for _, values in tables)):
+            arguments = dict(zip((names for names, _ in tables), values, strict=True))
+            count += 1
+            try:
+                test(**arguments)
+            except Exception:
+                failures += 1
+                print(f"FAILED {name} {arguments}", flush=True)
+                traceback.print_exc(limit=3)
+    print(f"{count - failures} of {count} passed", flush=True)
+    return int(failures > 0)
+
+
+if __name__ == "__main__":
+    code = main()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+    os._exit(code)
