@@ -83,7 +83,9 @@ def test_bad_specs_name_the_bad_part(spec, named):
 
 
 @hypothesis_settings(max_examples=1000)
-@given(st.text(max_size=40) | st.from_regex(r"(ladder|desync-[0-9]+x|delayed-[0-9]+)(:[0-9a-z,\-]*)?(@[0-9]*)?", fullmatch=True))
+@given(
+    st.text(max_size=40) | st.from_regex(r"(ladder|desync-[0-9]+x|delayed-[0-9]+)(:[0-9a-z,\-]*)?(@[0-9]*)?", fullmatch=True)
+)
 def test_any_string_parses_or_is_a_value_error(spec):
     try:
         wiring = Wiring.parse(spec, 12)

@@ -2,6 +2,12 @@
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
+from ladder_residual import rewire
+from ladder_residual.config import Wiring
+from ladder_residual.families import FAMILIES, check_wiring, family_of
+from ladder_residual.hf_config import ladder_config_class
 from tiny_models import (
     FAMILY_NAMES,
     LAYERS,
@@ -13,12 +19,6 @@ from tiny_models import (
     tiny_config,
     tiny_model,
 )
-from transformers import AutoModelForCausalLM
-
-from ladder_residual import rewire
-from ladder_residual.config import Wiring
-from ladder_residual.families import FAMILIES, check_wiring, family_of
-from ladder_residual.hf_config import ladder_config_class
 
 
 def left_padded(batch=3, length=9):

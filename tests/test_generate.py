@@ -21,7 +21,11 @@ STORY = "named Lily. She loved to play outside in the park. One day, she saw a b
 
 def ladder(*arguments, check=True, timeout=240, **options):
     done = subprocess.run(
-        [sys.executable, "-m", "ladder_residual", *map(str, arguments)], capture_output=True, text=True, timeout=timeout, **options
+        [sys.executable, "-m", "ladder_residual", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        **options,
     )
     if check:
         assert done.returncode == 0, done.stderr[-3000:]
@@ -113,7 +117,16 @@ def test_command_line_on_one_and_two_ranks(demo_dir, tmp_path):
     assert sampled[0] == sampled[1]
     (tmp_path / "prompts.txt").write_text("The cat\nOnce upon a time\n")
     ladder(
-        "generate", tmp_path / "half", "--file", tmp_path / "prompts.txt", "--out", tmp_path / "out.jsonl", "--tp", "2", "-n", "8"
+        "generate",
+        tmp_path / "half",
+        "--file",
+        tmp_path / "prompts.txt",
+        "--out",
+        tmp_path / "out.jsonl",
+        "--tp",
+        "2",
+        "-n",
+        "8",
     )
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [row["prompt"] for row in rows] == ["The cat", "Once upon a time"]
@@ -122,8 +135,8 @@ def test_command_line_on_one_and_two_ranks(demo_dir, tmp_path):
 
 def test_torchrun_is_the_same_as_tp(demo_dir):
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ladder_residual", "generate"]
-        + [str(demo_dir), "--wiring", "ladder", "--prompt", PROMPT, "-n", "12"],
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+        + ["-m", "ladder_residual", "generate", str(demo_dir), "--wiring", "ladder", "--prompt", PROMPT, "-n", "12"],
         capture_output=True,
         text=True,
         timeout=240,

@@ -11,9 +11,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import run_on_ranks
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILY_NAMES, random_ids, tiny_model
 
 from ladder_residual import rewire
 from ladder_residual.checkpoint import Checkpoint, resolve
@@ -21,6 +19,8 @@ from ladder_residual.families import FAMILIES
 from ladder_residual.loading import load_model
 from ladder_residual.presets import ModelShape
 from ladder_residual.sharding import check_divides, cut_of
+from ranks import run_on_ranks
+from tiny_models import FAMILY_NAMES, random_ids, tiny_model
 
 
 @pytest.fixture(scope="module")
@@ -202,9 +202,17 @@ def test_an_index_that_names_missing_files(saved):
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
-        st.sampled_from(["hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "wiring", "head_dim"])
-        | st.sampled_from(["model_type", "vocab_size", "num_hidden_layers", "rms_norm_eps", "ladder_layers", "dtype", "hidden_act"]),
-        st.none() | st.integers(-5, 300) | st.text(max_size=8) | st.floats(allow_nan=False) | st.lists(st.integers(), max_size=2),
+        st.sampled_from(
+            ["hidden_size", "num_attention_heads", "num_key_value_heads", "intermediate_size", "wiring", "head_dim"]
+        )
+        | st.sampled_from(
+            ["model_type", "vocab_size", "num_hidden_layers", "rms_norm_eps", "ladder_layers", "dtype", "hidden_act"]
+        ),
+        st.none()
+        | st.integers(-5, 300)
+        | st.text(max_size=8)
+        | st.floats(allow_nan=False)
+        | st.lists(st.integers(), max_size=2),
         min_size=1,
         max_size=3,
     )

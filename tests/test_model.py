@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from tiny_models import clone, random_ids, tiny_config, tiny_model
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ladder_residual import rewire
 from ladder_residual.hf_config import ladder_config_class
-from ladder_residual.reduce import RecordingReducer
 from ladder_residual.model import set_reducer
+from ladder_residual.reduce import RecordingReducer
+from tiny_models import clone, random_ids, tiny_config, tiny_model
 
 SPEC = "ladder:last-half"
 

@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from ranks import run_on_ranks
-from tiny_models import FAMILY_NAMES, LAYERS, VOCAB, clone, head_logits, layer_inputs, modules_of, random_ids, tiny_model
 
 from ladder_residual import rewire
 from ladder_residual.config import Wiring
@@ -12,6 +10,8 @@ from ladder_residual.loading import set_reducers, shard_model
 from ladder_residual.parallel import finish_gradients
 from ladder_residual.reduce import RecordingReducer
 from ladder_residual.sharding import cut_of
+from ranks import run_on_ranks
+from tiny_models import FAMILY_NAMES, LAYERS, VOCAB, clone, head_logits, layer_inputs, modules_of, random_ids, tiny_model
 
 SHAREABLE = [name for name in FAMILY_NAMES if not FAMILIES[name].refuse_tp]
 EQUIVALENT = ["standard", "ladder", "ladder:last-half", "ladder:0,2"]

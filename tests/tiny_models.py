@@ -32,7 +32,11 @@ _EXTRA = {
     "starcoder2": dict(use_bias=True),
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "qwen2_moe": dict(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=48, decoder_sparse_step=1
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        decoder_sparse_step=1,
     ),
     "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, head_dim=16, decoder_sparse_step=1),
     "gpt_neox": dict(use_parallel_residual=False, num_key_value_heads=4),
@@ -85,7 +89,9 @@ def modules_of(layer, family, kwargs):
     scale = getattr(layer, family.multiplier) if family.multiplier else 1.0
 
     def attention(x):
-        return part(family.attention_after)(getattr(layer, family.attention)(part(family.attention_norm)(x), **kwargs)[0] * scale)
+        return part(family.attention_after)(
+            getattr(layer, family.attention)(part(family.attention_norm)(x), **kwargs)[0] * scale
+        )
 
     def mlp(x):
         return part(family.mlp_after)(getattr(layer, family.mlp)(part(family.mlp_norm)(x)) * scale)

@@ -112,7 +112,7 @@ def main(model_path: str, tokenizer_path: str, stories_path: str, out: str) -> N
     config, state = weights(Path(model_path))
     model = LlamaForCausalLM(config)
     missing, unexpected = model.load_state_dict(state, strict=False)
-    assert missing == ["lm_head.weight"] and not unexpected, (missing, unexpected)
+    assert (missing, unexpected) == (["lm_head.weight"], []), (missing, unexpected)
     model.generation_config.eos_token_id = [1, 2]
     model.save_pretrained(out)
     tokenizer(Path(tokenizer_path)).save_pretrained(out)

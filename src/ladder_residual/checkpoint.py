@@ -76,7 +76,9 @@ class Checkpoint:
                 raise ValueError(f"{self.directory / INDEX} has no weight_map")
             for name, file in weight_map.items():
                 if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
-                    raise ValueError(f"{self.directory / INDEX} maps {name!r:.80} to {file!r:.80}: not a file of this directory")
+                    raise ValueError(
+                        f"{self.directory / INDEX} maps {name!r:.80} to {file!r:.80}: not a file of this directory"
+                    )
             for file in sorted(set(weight_map.values())):
                 if not (self.directory / file).is_file():
                     raise ValueError(f"{self.directory / INDEX} names {file}, which is missing")

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from .launch import USER_ERROR
+from .plan.commands import app as plan_app
+from .plan.report_commands import report, reproduction
+from .plan.trace_commands import trace_app
 
 app = typer.Typer(
     name="ladder",
@@ -21,6 +24,10 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure. The last line printed is the whole result as JSON.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.add_typer(plan_app, name="plan")
+app.add_typer(trace_app, name="trace")
+app.command("report")(report)
+app.command("reproduction")(reproduction)
 
 Source = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
 Ranks = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.")]
@@ -47,7 +54,9 @@ def _root(
 def convert(
     source: Source,
     target: Annotated[Path, typer.Argument(help="Directory to write.")],
-    wiring: Annotated[str, typer.Option(help="e.g. ladder, ladder:last-half, ladder:16-31, desync-2x; standard is the way back.")],
+    wiring: Annotated[
+        str, typer.Option(help="e.g. ladder, ladder:last-half, ladder:16-31, desync-2x; standard is the way back.")
+    ],
     copy: Annotated[bool, typer.Option("--copy/--link", help="Copy the weights instead of linking them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
 ) -> None:
@@ -104,9 +113,13 @@ def _on_ranks(tp: int | None) -> None:
 @app.command()
 def generate(
     source: Source,
-    prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="The text to go on from; '-' reads standard input.")] = None,
+    prompt: Annotated[
+        str | None, typer.Option("--prompt", "-p", help="The text to go on from; '-' reads standard input.")
+    ] = None,
     file: Annotated[Path | None, typer.Option(help="Prompts: a line each, or .jsonl with prompt / messages.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Where completions of --file go, as JSONL; default: standard output.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Where completions of --file go, as JSONL; default: standard output.")
+    ] = None,
     tp: Ranks = None,
     wiring: WiringOption = None,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n")] = 128,
@@ -133,6 +146,7 @@ def generate(
         prompt = sys.stdin.read()
     _on_ranks(tp)
     from .generate import Sampling, Stopwatch, complete, complete_file, load_tokenizer
+    from .hf_config import wiring_of
     from .loading import load_model
     from .parallel import distributed
 
@@ -152,12 +166,11 @@ def generate(
         model = load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven)
         watch = Stopwatch()
         if file is not None:
-            with _output(out if world.is_main else Path(os.devnull)) as sink:
-                with watch:
-                    for completion in complete_file(model, tokenizer, file, sampling, world, batch_size):
-                        watch.tokens += completion.new_tokens
-                        if world.is_main:
-                            print(completion.to_json(), file=sink, flush=True)
+            with _output(out if world.is_main else Path(os.devnull)) as sink, watch:
+                for completion in complete_file(model, tokenizer, file, sampling, world, batch_size):
+                    watch.tokens += completion.new_tokens
+                    if world.is_main:
+                        print(completion.to_json(), file=sink, flush=True)
         else:
             assert prompt is not None
             streamed = num_beams == 1
@@ -170,7 +183,7 @@ def generate(
                 print(prompt + completion.text)
         if world.is_main:
             ranks = "1 process" if world.size == 1 else f"{world.size} ranks"
-            print(f"[{model.wiring.spec}, {ranks}, {world.device.type}] {watch}", file=sys.stderr)
+            print(f"[{wiring_of(model.config).spec}, {ranks}, {world.device.type}] {watch}", file=sys.stderr)
 
 
 def _output(path: Path | None) -> Any:
@@ -228,8 +241,18 @@ def _read_line(label: str) -> str:
 
 
 @app.command()
-def demo(as_json: Json = False) -> None:
+def demo(
+    as_json: Json = False,
+    export: Annotated[Path | None, typer.Option(help="Only write the shipped checkpoint to this directory.")] = None,
+) -> None:
     """Convert, generate and measure on the tiny model the package ships; offline, under a minute."""
+    if export is not None:
+        from .convert import convert as rewrite
+        from .demo import demo_directory
+
+        rewrite(demo_directory(), export, "standard", copy=True)
+        print(f"written  {export}")
+        return
     from .demo import run
 
     result = run((lambda line: print(line, file=sys.stderr)) if as_json else print)
@@ -246,11 +269,15 @@ def demo_ranks(workdir: Path) -> None:
 
 @bench.command("overlap")
 def bench_overlap(
-    model: Annotated[str, typer.Option(help="Checkpoint directory, or the name of a published shape (random weights).")] = "ladder-1b",
+    model: Annotated[
+        str, typer.Option(help="Checkpoint directory, or the name of a published shape (random weights).")
+    ] = "ladder-1b",
     layers: Annotated[int | None, typer.Option(help="Use only so many layers of a published shape.")] = None,
     wirings: Annotated[str, typer.Option(help="Comma-separated.")] = "standard,ladder",
     tp: Ranks = 2,
-    latency: Annotated[str, typer.Option(help="Emulated latency of a sum: e.g. 500us, 2ms, 0, or auto (one module's time).")] = "auto",
+    latency: Annotated[
+        str, typer.Option(help="Emulated latency of a sum: e.g. 500us, 2ms, 0, or auto (one module's time).")
+    ] = "auto",
     batch: Annotated[int, typer.Option()] = 1,
     prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
     repeats: Annotated[int, typer.Option()] = 30,

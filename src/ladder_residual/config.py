@@ -46,7 +46,7 @@ class Wiring:
         if any(not _is_int(layer) for layer in self.layers):
             raise ValueError(f"layers of a wiring must be whole numbers, got {list(self.layers)!r:.80}")
         layers = tuple(sorted(set(self.layers)))
-        if layers and not (0 <= layers[0] and layers[-1] < self.num_layers):
+        if layers and not (layers[0] >= 0 and layers[-1] < self.num_layers):
             bad = layers[0] if layers[0] < 0 else layers[-1]
             raise ValueError(
                 f"wiring names layer {bad}, but the model has {self.num_layers} layers (0 to {self.num_layers - 1})"
@@ -64,7 +64,9 @@ class Wiring:
             raise ValueError(f"delayed needs a delay of at least 1 module (delayed-1), got {self.step!r}")
         if self.tp is not None:
             if self.kind not in RANK_DEPENDENT:
-                raise ValueError(f"'@{self.tp}' ties a wiring to {self.tp} ranks, but {self.kind} does not depend on them: drop it")
+                raise ValueError(
+                    f"'@{self.tp}' ties a wiring to {self.tp} ranks, but {self.kind} does not depend on them: drop it"
+                )
             if not _is_int(self.tp) or self.tp < 1:
                 raise ValueError(f"the number of ranks of a wiring must be a positive whole number, got {self.tp!r}")
 

@@ -18,7 +18,7 @@ from .config import AUTHORS_KEY, CONFIG_KEY, Wiring
 from .families import Family, check_wiring, family_of
 
 _BASE_ARCHITECTURES = "base_architectures"  # what the checkpoint was called before, so that the way back is exact
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf")
 _SKIP = ("config.json", "ladder_stub.py")
 
 
@@ -63,10 +63,9 @@ def convert(source: str | Path, target: str | Path, wiring: str, *, copy: bool =
         methods = {place(directory / name, scratch / name) for name in weights}
         kept = []
         for path in sorted(directory.iterdir()):
-            if path.is_file() and path.name not in weights and path.name not in _SKIP and path.suffix not in _PICKLES:
-                if path.suffix != ".safetensors":
-                    shutil.copyfile(path, scratch / path.name)
-                    kept.append(path.name)
+            if path.is_file() and path.name not in _SKIP and path.suffix not in _WEIGHTS:
+                shutil.copyfile(path, scratch / path.name)
+                kept.append(path.name)
         config = rewired_config(checkpoint.config, family, after)
         (scratch / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         if after.kind != "standard":
@@ -86,7 +85,9 @@ def convert(source: str | Path, target: str | Path, wiring: str, *, copy: bool =
 
 def rewired_config(config: dict[str, object], family: Family, wiring: Wiring) -> dict[str, object]:
     """``config.json`` with another wiring. A rewired one has its own model_type, so nothing loads it as the plain model."""
-    plain = {key: value for key, value in config.items() if key not in (CONFIG_KEY, AUTHORS_KEY, "auto_map", _BASE_ARCHITECTURES)}
+    plain = {
+        key: value for key, value in config.items() if key not in (CONFIG_KEY, AUTHORS_KEY, "auto_map", _BASE_ARCHITECTURES)
+    }
     base = config.get(_BASE_ARCHITECTURES) or config.get("architectures")
     if config["model_type"] == family.ladder_type and _BASE_ARCHITECTURES not in config:
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

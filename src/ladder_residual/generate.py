@@ -52,7 +52,7 @@ class Sampling:
 
     def options(self) -> dict[str, Any]:
         """As ``generate`` takes them."""
-        given = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams}
+        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams}
         for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
             if getattr(self, name) is not None:
                 given[name] = getattr(self, name)
@@ -95,10 +95,12 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
     if not tokenizer.chat_template:
         raise ValueError("this checkpoint has no chat template; use `ladder generate` with a plain prompt")
-    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], sampling: Sampling, chat: bool) -> Any:
+def encode(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], sampling: Sampling, chat: bool
+) -> Any:
     """Token ids, left-padded. A chat template writes its own special tokens, so none are added to its output."""
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat, return_token_type_ids=False)
     if batch["input_ids"].shape[1] == 0 or not batch["attention_mask"].sum(-1).min():
@@ -110,13 +112,15 @@ def encode(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: 
             f"shorten the prompt or use --max-new-tokens {max(1, limit - length)}"
         )
     if int(batch["input_ids"].max()) >= model.config.vocab_size:
-        raise ValueError(f"the tokenizer yields token {int(batch['input_ids'].max())}, the model knows {model.config.vocab_size}")
+        raise ValueError(
+            f"the tokenizer yields token {int(batch['input_ids'].max())}, the model knows {model.config.vocab_size}"
+        )
     return batch
 
 
 @torch.inference_mode()
 def complete(
-    model: PreTrainedModel,
+    model: Any,
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[str],
     sampling: Sampling,
@@ -142,7 +146,7 @@ def complete(
     for prompt, row in zip(prompts, output[:, start:].tolist(), strict=True):
         stop = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
         kept = row[: stop + 1]
-        results.append(Completion(prompt, tokenizer.decode(kept, skip_special_tokens=True), len(kept), kept))
+        results.append(Completion(prompt, str(tokenizer.decode(kept, skip_special_tokens=True)), len(kept), kept))
     return results
 
 

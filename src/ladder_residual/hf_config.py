@@ -35,8 +35,10 @@ def ladder_config_class(model_type: str) -> type[Any]:
     # Not at the top: importing the Auto tables is what calls us (registration.py).
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
+    base: Any = CONFIG_MAPPING[model_type]
+
     def __post_init__(self: Any, **kwargs: Any) -> None:
-        super(config_class, self).__post_init__(**kwargs)
+        base.__post_init__(self, **kwargs)
         wiring = wiring_of(self)
         check_wiring(FAMILIES[model_type], wiring)
         self.wiring = wiring.spec
@@ -44,7 +46,7 @@ def ladder_config_class(model_type: str) -> type[Any]:
 
     config_class = type(
         class_name(model_type, "Config"),
-        (CONFIG_MAPPING[model_type],),
+        (base,),
         {
             "__module__": "ladder_residual.model",  # where pickle and the stub find it by name
             "__annotations__": {CONFIG_KEY: str | None},

@@ -23,7 +23,7 @@ from .model import rewire, set_reducer
 from .parallel import World
 from .presets import ModelShape
 from .reduce import Reducer
-from .sharding import ROW_PARALLEL, Cut, RankHeads, check_divides, cut_of, rank_heads
+from .sharding import ROW_PARALLEL, Cut, RankHeads, check_divides, cut_of, rank_heads, split
 
 DTYPES = {
     "float32": torch.float32,
@@ -135,7 +135,9 @@ def load_model(
     return model.eval()
 
 
-def shard_model(model: PreTrainedModel, world: World, *, reducer: Reducer | None = None, uneven: bool = False) -> PreTrainedModel:
+def shard_model(
+    model: PreTrainedModel, world: World, *, reducer: Reducer | None = None, uneven: bool = False
+) -> PreTrainedModel:
     """Cut a whole model in memory down to this rank's share, in place (tests, small models)."""
     config = model.config.to_dict()
     family = family_of(config)
@@ -169,20 +171,26 @@ def model_config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> 
     fields = {key: value for key, value in checkpoint.config.items() if key not in ("model_type", "auto_map")}
     layers = fields.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool):
-        raise ValueError(f"{checkpoint.directory / 'config.json'}: num_hidden_layers is {layers!r:.40}, expected a whole number")
+        raise ValueError(
+            f"{checkpoint.directory / 'config.json'}: num_hidden_layers is {layers!r:.40}, expected a whole number"
+        )
     stored = Wiring.from_config(fields, layers)
     if wiring is not None:
         chosen = Wiring.parse(wiring, layers)
         check_wiring(family, chosen)
         if (chosen.kind == "parallel") != (stored.kind == "parallel"):
-            raise ValueError(f"wiring {chosen.spec}: parallel layers have one norm, so weights made for {stored.spec} do not fit")
+            raise ValueError(
+                f"wiring {chosen.spec}: parallel layers have one norm, so weights made for {stored.spec} do not fit"
+            )
         fields["wiring"] = chosen.spec
     try:
         return ladder_config_class(family.model_type).from_dict(fields)
     except ValueError:
         raise
     except Exception as error:  # transformers validates fields with several exception types
-        raise ValueError(f"{checkpoint.directory / 'config.json'} is not a valid {family.model_type} config: {error}") from error
+        raise ValueError(
+            f"{checkpoint.directory / 'config.json'} is not a valid {family.model_type} config: {error}"
+        ) from error
 
 
 def stored_dtype(config: Any) -> torch.dtype:
@@ -237,7 +245,7 @@ def _check_shape(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -
 
 
 def place_parameters(
-    model: PreTrainedModel,
+    model: Any,
     read: Callable[[str, tuple[int, ...], Cut | None], Tensor],
     shape: ModelShape,
     family: Family,
@@ -264,7 +272,7 @@ def place_parameters(
     model.tensor_parallel_cuts = cuts
 
 
-def _tell_modules_their_share(model: PreTrainedModel, shape: ModelShape, family: Family, world: World) -> None:
+def _tell_modules_their_share(model: Any, shape: ModelShape, family: Family, world: World) -> None:
     heads = rank_heads(shape, world.size, world.rank)
     local = _LocalHeads(model.config, heads)
     for layer in model.base_model.layers:
@@ -280,7 +288,7 @@ def _tell_modules_their_share(model: PreTrainedModel, shape: ModelShape, family:
             if world.rank > 0 and module.bias is not None and name.rpartition(".")[2] in ROW_PARALLEL:
                 module.__class__ = BiasElsewhere
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    embedding.first = cut_of("embed_tokens.weight", (shape.vocab_size,), shape, world.size, world.rank).ranges[0][0]
+    embedding.first = split(shape.vocab_size, world.size, world.rank)[0]
     embedding.num_embeddings = embedding.weight.shape[0]
     if embedding.padding_idx is not None:
         padding = embedding.padding_idx - embedding.first

@@ -13,7 +13,7 @@ import shutil
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -24,6 +24,7 @@ from .families import FAMILIES, Family, check_wiring, family_of
 from .hf_config import STUB, auto_map, class_name, ladder_config_class, wiring_of
 from .reduce import Reducer
 from .wiring import Branch, State, flush, step
+
 
 class Placement(NamedTuple):
     """Where a decoder layer stands."""
@@ -99,7 +100,7 @@ def _rewired_layer_class(base: type[nn.Module]) -> type[nn.Module]:
 class RewiredModel(PreTrainedModel):
     """Mixed in before the family's ``...ForCausalLM``."""
 
-    auto_map: dict[str, str] = {}  # trl looks for it on the class
+    auto_map: ClassVar[dict[str, str]] = {}  # trl looks for it on the class
 
     def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
@@ -109,7 +110,7 @@ class RewiredModel(PreTrainedModel):
     def wiring(self) -> Wiring:
         return wiring_of(self.config)
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> None:
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
         options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
         if options["use_reentrant"]:
             raise ValueError(
@@ -130,17 +131,18 @@ def write_stub(directory: Path) -> None:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    return model.base_model.layers  # every family here calls them so
+    base: Any = model.base_model
+    return base.layers  # every family here calls them so
 
 
 def place_layers(model: PreTrainedModel) -> None:
     wiring = wiring_of(model.config)
     family = family_of(model.config.to_dict())
     check_wiring(family, wiring)
-    layers = decoder_layers(model)
-    for index, layer in enumerate(layers):
+    layer: Any
+    for index, layer in enumerate(decoder_layers(model)):
         if not isinstance(layer, RewiredLayer):
-            layer.__class__ = _rewired_layer_class(type(layer))
+            layer.__class__ = _rewired_layer_class(layer.__class__)
             layer.reducer = Reducer()
         layer.placement = Placement(family, wiring, index)
         if wiring.kind_of(index) == "parallel" and family.mlp_norm and hasattr(layer, family.mlp_norm):
@@ -149,6 +151,7 @@ def place_layers(model: PreTrainedModel) -> None:
 
 def set_reducer(model: PreTrainedModel, reducer: Reducer) -> None:
     """Let every layer sum through ``reducer``."""
+    layer: Any
     for layer in decoder_layers(model):
         layer.reducer = reducer
 

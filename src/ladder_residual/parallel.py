@@ -13,7 +13,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -34,7 +34,7 @@ class World:
 
     rank: int = 0
     size: int = 1
-    device: torch.device = torch.device("cpu")
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: dist.ProcessGroup | None = None
     sockets: PeerSockets | None = None  # CPU hosts: the fast way for small messages
 
@@ -129,8 +129,8 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, and where.
         if any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out")):
             raise PeerLost(
-                f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()} lost its peers (a rank died or its link is down): "
-                f"{str(error).splitlines()[0][:200]}"
+                f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()} lost its peers "
+                f"(a rank died or its link is down): {str(error).splitlines()[0][:200]}"
             ) from error
         raise
     finally:

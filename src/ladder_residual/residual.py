@@ -26,10 +26,8 @@ class ResidualChain(nn.Module):
         self, blocks: Iterable[nn.Module | Sequence[nn.Module]], wiring: str = "ladder", reducer: Reducer | None = None
     ) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.ModuleList([block] if isinstance(block, nn.Module) else list(block)) for block in blocks
-        )
-        widths = {len(block) for block in self.blocks}
+        self.blocks = nn.ModuleList(nn.ModuleList([block] if isinstance(block, nn.Module) else list(block)) for block in blocks)
+        widths = {len(list(block.children())) for block in self.blocks}
         if len(widths) != 1 or 0 in widths:
             raise ValueError(f"every block needs the same number of branches, at least one; got {sorted(widths)}")
         self.wiring = Wiring.parse(wiring, len(self.blocks))
@@ -38,5 +36,5 @@ class ResidualChain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         state = State(x)
         for layer, block in enumerate(self.blocks):
-            state = step(self.wiring, layer, state, [Branch(branch) for branch in block], self.reducer)
+            state = step(self.wiring, layer, state, [Branch(branch) for branch in block.children()], self.reducer)
         return flush(state, self.reducer)

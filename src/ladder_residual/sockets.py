@@ -101,7 +101,9 @@ class PeerSockets:
             writing = [peer.connection for peer in self._peers.values() if peer.outbox]
             left = deadline - time.monotonic()
             if left <= 0:
-                raise PeerLost(f"rank {self.rank} waited {self.timeout:.0f} s for {missing[0]}: it is stopped, or the link is down")
+                raise PeerLost(
+                    f"rank {self.rank} waited {self.timeout:.0f} s for {missing[0]}: it is stopped, or the link is down"
+                )
             select.select([peer.connection for peer in missing], writing, [], min(left, 1.0))
             for peer in self._peers.values():
                 self._write(peer)

@@ -8,8 +8,10 @@ sum; nothing that sends the same messages can be faster than the larger one.
 from __future__ import annotations
 
 import datetime
+import os
 import platform
 import statistics
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -65,7 +67,9 @@ def random_model(shape: ModelShape, world: World, dtype: torch.dtype = torch.flo
 class _Decoder:
     """One wiring's running sequence. The model's weights are shared by all wirings; only the placement of its layers changes."""
 
-    def __init__(self, model: PreTrainedModel, spec: str, reducer: Reducer, batch: int, prompt: int, device: torch.device) -> None:
+    def __init__(
+        self, model: PreTrainedModel, spec: str, reducer: Reducer, batch: int, prompt: int, device: torch.device
+    ) -> None:
         self.model, self.reducer = model, reducer
         self.wiring = Wiring.parse(spec, model.config.num_hidden_layers)
         self.cache = DynamicCache(config=model.config)
@@ -119,13 +123,14 @@ def _summary(seconds: list[float]) -> dict[str, float]:
     return {"median_ms": 1e3 * statistics.median(ordered), "p25_ms": 1e3 * quartiles[0], "p75_ms": 1e3 * quartiles[2]}
 
 
-def _shorter_module(decoder: _Decoder, model: PreTrainedModel) -> float:
+def _shorter_module(decoder: _Decoder, model: Any) -> float:
     """Seconds the shorter of a layer's two modules computes: the largest latency that a ladder can hide entirely."""
     layer = model.base_model.layers[len(model.base_model.layers) // 2]
     family = layer.placement.family
     medians = []
     for name in (family.attention, family.mlp):
-        module, started, times = getattr(layer, name), [0.0], []
+        module, started = getattr(layer, name), [0.0]
+        times: list[float] = []
         hooks = [
             module.register_forward_pre_hook(lambda *_, started=started: started.__setitem__(0, time.perf_counter())),
             module.register_forward_hook(
@@ -207,7 +212,9 @@ def measure_overlap(
         )
     return {
         "benchmark": "overlap",
-        "link": f"gloo on one host + {1e6 * latency:.0f} us emulated latency per sum" if latency else "as it is",
+        "link": f"this host's link + {1e6 * latency:.0f} us emulated latency per sum"
+        if latency
+        else "this host's link as it is",
         "latency_us": 1e6 * latency,
         "tp": world.size,
         "batch": batch,
@@ -225,6 +232,43 @@ def measure_overlap(
     }
 
 
+def markdown_table(result: dict[str, Any]) -> str:
+    """The rows of a result, for README and docs."""
+    lines = ["| wiring | ms per step | tokens/s | speed-up | communication hidden |", "|---|---|---|---|---|"]
+    for row in result["rows"]:
+        name = "no communication (bound)" if row["wiring"] == COMPUTE else row["wiring"]
+        share = "" if row["wiring"] in ("standard", COMPUTE) else f"{row['hidden_percent']:.0f} %"
+        lines.append(
+            f"| {name} | {row['median_ms']:.1f} ({row['p25_ms']:.1f}-{row['p75_ms']:.1f}) | {row['tokens_per_s']:.1f} "
+            f"| {row['speedup']:.2f}x | {share} |"
+        )
+    lines.append("")
+    lines.append(
+        f"{result['date']}, {result['machine']}, {result['link']}, torch {result['torch']}; compute {result['compute_ms']:.1f} ms, "
+        f"communication {result['communication_ms']:.1f} ms a step."
+    )
+    return "\n".join(lines) + "\n"
+
+
+def _processor() -> str:
+    try:
+        names = [
+            line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
+        ]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree this package runs from, if it runs from one."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
 def environment() -> dict[str, Any]:
     """What a published number needs beside it."""
     import transformers
@@ -232,8 +276,9 @@ def environment() -> dict[str, Any]:
     from .. import __version__
 
     return {
+        "commit": _commit(),
         "date": datetime.date.today().isoformat(),
-        "machine": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} thread(s) per rank",
+        "machine": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) per rank",
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "ladder_residual": __version__,
@@ -262,7 +307,5 @@ def run(
     else:
         shape = ModelShape.from_name(source)
         model = random_model(replace(shape, num_layers=layers) if layers else shape, world, DTYPES[dtype])
-    result = measure_overlap(
-        world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats
-    )
+    result = measure_overlap(world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats)
     return {"model": source, "weights": "checkpoint" if Path(source).is_dir() else "random", **result}
