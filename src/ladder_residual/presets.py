@@ -55,7 +55,9 @@ class ModelShape:
             "num_heads": ("num_attention_heads", "n_head"),
             "vocab_size": ("vocab_size",),
         }
-        found = {key: next((config[n] for n in options if config.get(n) is not None), None) for key, options in names.items()}
+        found: dict[str, Any] = {
+            key: next((config[n] for n in options if config.get(n) is not None), None) for key, options in names.items()
+        }
         missing = [names[key][0] for key, value in found.items() if value is None]
         if missing:
             raise ValueError(f"config.json of model_type {config.get('model_type')!r} lacks {', '.join(missing)}")

@@ -17,6 +17,7 @@ import socket
 import struct
 import time
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -174,7 +175,8 @@ def _key(rank: int) -> str:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    return memoryview(tensor.detach().reshape(-1).view(torch.uint8).numpy())
+    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(flat)
 
 
 def _read_exactly(connection: socket.socket, count: int) -> bytes:
