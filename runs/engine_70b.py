@@ -32,7 +32,7 @@ def main() -> None:
 
     if set(parts) & {"batch1", "batches", "prefill", "e2e"}:
         shard = Shard("llama-3-70b", 8)
-        every = ("standard", "ladder", "ladder:last-half", "parallel", "desync-2x", "no-comm")
+        every = ("standard", "ladder", "parallel", "desync-2x", "no-comm")
         if "batch1" in parts:
             keep("70b-tp8-batch1", bench_decode(shard=shard, tp=8, links=LINKS, wirings=every, repeats=options.repeats))
         if "batches" in parts:
@@ -46,7 +46,7 @@ def main() -> None:
         if "prefill" in parts:
             keep("70b-tp8-prefill", bench_prefill(shard=shard, tp=8, links=("none", "500us")))
         if "e2e" in parts:
-            keep("70b-tp8-e2e", bench_e2e(shard=shard, tp=8, links=("5us", "24us")))
+            keep("70b-tp8-e2e", bench_e2e(shard=shard, tp=8, links=("24us",), repeats=2))
         del shard
     if "peers" in parts:
         keep("8b-tp1-peers", bench_peers(repeats=options.repeats))

@@ -139,7 +139,7 @@ def test_prompts_of_different_lengths() -> None:
 
 
 def test_greedy_tokens_equal_transformers() -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, LlamaConfig
 
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -148,7 +148,7 @@ def test_greedy_tokens_equal_transformers() -> None:
             "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
             "original_max_position_embeddings": 64},
     )  # fmt: skip
-    model = LlamaForCausalLM(config).eval().cuda().float()
+    model = AutoModelForCausalLM.from_config(config).eval().cuda().float()
     spec = EngineSpec.from_hf(config.to_dict())
     state = {name: tensor.to(torch.float16) for name, tensor in model.state_dict().items()}
     model.load_state_dict({name: tensor.float() for name, tensor in state.items()})

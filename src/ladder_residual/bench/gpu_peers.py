@@ -33,14 +33,18 @@ def bench_peers(
         )
         del engine
     torch.cuda.empty_cache()
-    times, warm_up = _transformers_steps(shard, context, repeats)
-    rows.append({"engine": "transformers, static cache + compile", **_row(times), "startup_s": round(warm_up, 2)})
+    notes = []
+    try:
+        times, warm_up = _transformers_steps(shard, context, repeats)
+        rows.append({"engine": "transformers, static cache + compile", **_row(times), "startup_s": round(warm_up, 2)})
+    except Exception as error:  # a peer that does not run here is a fact about the peer, not a reason to lose our rows
+        notes.append(f"transformers did not run: {type(error).__name__}: {str(error)[:200]}")
     bandwidth = max(bandwidth, read_bandwidth())
     for row in rows:
         row["roofline_share"] = round(1e3 * shard.bytes_per_step(1, context) / bandwidth / row["ms_per_token"], 4)
     return {
         "benchmark": "peers", "emulated": False, "model": shard.name, "tp": 1, "context": context, "layers": shard.sizes.layers,
-        "read_bandwidth_tb_s": round(bandwidth / 1e12, 3), "rows": rows, **environment(),
+        "read_bandwidth_tb_s": round(bandwidth / 1e12, 3), "rows": rows, "notes": notes, **environment(),
     }  # fmt: skip
 
 
@@ -50,7 +54,7 @@ def _row(times: list[float]) -> dict[str, Any]:
 
 def _transformers_steps(shard: Shard, context: int, repeats: int) -> tuple[list[float], float]:
     """Milliseconds per decode step as ``generate`` compiles it: forward under reduce-overhead with a static cache."""
-    from transformers import LlamaConfig, LlamaForCausalLM, StaticCache
+    from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
 
     shape = shard.spec.shape
     config = LlamaConfig(
@@ -61,7 +65,7 @@ def _transformers_steps(shard: Shard, context: int, repeats: int) -> tuple[list[
     torch.set_default_dtype(DTYPE)
     try:
         with torch.device("cuda"):
-            model = LlamaForCausalLM(config).eval()
+            model = AutoModelForCausalLM.from_config(config).eval()
     finally:
         torch.set_default_dtype(torch.float32)
     cache = StaticCache(config=config, max_cache_len=2048)

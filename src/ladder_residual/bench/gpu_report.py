@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def environment() -> dict[str, Any]:
         commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
         found["commit"] = commit.stdout.strip()
     except (OSError, subprocess.CalledProcessError):
-        found["commit"] = None
+        found["commit"] = os.environ.get("LADDER_COMMIT")  # for machines that get the files without the repository
     return found
 
 

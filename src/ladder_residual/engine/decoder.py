@@ -66,11 +66,9 @@ class DecodeEngine:
             self._logits = torch.full(
                 (batch, self.sizes.vocab_rows), float("nan"), dtype=self.weights.dtype, device=self.device
             )
-            self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
-            self._keep: list[Any] = []  # executors own buffers that the graphs write to
             self.step_ms: dict[int, float] = {}  # measured at start-up, by number of lanes
+            self._length = 0  # of the longest sequence; the device counts for itself
             self.lanes = self._choose(schedule)
-        self._length = 0  # of the longest sequence; the device counts for itself
         self.startup_seconds = time.perf_counter() - began
 
     # ---- use -------------------------------------------------------------------------------------------------------
@@ -97,11 +95,8 @@ class DecodeEngine:
     def decode(self, tokens: Tensor) -> Tensor:
         """(B) new tokens -> logits (B, vocabulary rows)."""
         self._check_batch(tokens.shape[0])
-        if self._length >= self.max_context:
-            raise ValueError(f"the cache is full: {self._length} of max_context={self.max_context} tokens")
         self._tokens.copy_(tokens)
-        self._graphs[self.lanes].replay()
-        self._length += 1
+        self.replay()
         return self._logits
 
     def gather(self, logits: Tensor) -> Tensor:
@@ -136,15 +131,17 @@ class DecodeEngine:
         self.cache.positions.fill_(length)
         self._length = length
 
-    def replay(self, lanes: int | None = None) -> None:
+    def replay(self) -> None:
         """One more step on the tokens already there: what a benchmark times."""
-        self._graphs[lanes or self.lanes].replay()
+        if self._length >= self.max_context:
+            raise ValueError(f"the cache is full: {self._length} of max_context={self.max_context} tokens")
+        self._graph.replay()
+        self._length += 1
 
     # ---- making ----------------------------------------------------------------------------------------------------
 
-    def _ops(self, lanes: int) -> Ops:
-        if self.batch == 1:
-            tiles = self._tiles or GemvTiles.default(self.sizes, self.max_context, lanes)
+    def _ops(self, tiles: GemvTiles | None) -> Ops:
+        if tiles is not None:
             return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
         return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
 
@@ -155,38 +152,47 @@ class DecodeEngine:
         )  # fmt: skip
 
     def _choose(self, schedule: str) -> int:
-        """Capture what was asked for; with ``auto`` and a ladder both, time each, and keep the faster."""
-        wanted = {"one": [1], "two": [2], "auto": [1, 2] if can_run_two_lanes(self.wiring) else [1]}[schedule]
-        for lanes in wanted:
-            self._graphs[lanes] = self._capture(plan_steps(self.wiring, lanes=lanes))
-        if len(wanted) == 1:
-            return wanted[0]
-        self.reset(min(1024, self.max_context // 2), random_context=True)
-        for lanes in wanted:
-            self.step_ms[lanes] = median(self._time_steps(lanes))
-        best = min(wanted, key=lambda lanes: self.step_ms[lanes])
-        for lanes in wanted:
-            if lanes != best:
-                del self._graphs[lanes]
+        """Capture every candidate (lanes and tiles), time each where there is a choice, and keep the fastest."""
+        lanes = {"one": [1], "two": [2], "auto": [1, 2] if can_run_two_lanes(self.wiring) else [1]}[schedule]
+        tiles: list[GemvTiles | None] = [None]
+        if self.batch == 1:
+            tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
+        best: tuple[float, int] | None = None
+        if len(lanes) * len(tiles) > 1:
+            self.reset(min(1024, self.max_context // 2), random_context=True)
+            context = self._length
+        for count in lanes:
+            for candidate in tiles:
+                graph, executor = self._capture(plan_steps(self.wiring, lanes=count), candidate)
+                if len(lanes) * len(tiles) > 1:
+                    time_ms = median(self._time_steps(graph, context))
+                    self.step_ms[count] = min(time_ms, self.step_ms.get(count, time_ms))
+                else:
+                    time_ms = 0.0
+                if best is None or time_ms < best[0]:
+                    best = (time_ms, count)
+                    # the executor owns the buffers that the graph writes to
+                    self._graph, self._executing, self.tiles = graph, executor, candidate
+        assert best is not None
         self.reset()
-        return best
+        return best[1]
 
-    def _time_steps(self, lanes: int, repeats: int = 12) -> list[float]:
+    def _time_steps(self, graph: torch.cuda.CUDAGraph, context: int, repeats: int = 12) -> list[float]:
         times = []
         for _ in range(repeats):
+            self.cache.positions.fill_(context)  # a replay moves on by one: never past the end of a short cache
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
-            self._graphs[lanes].replay()
+            graph.replay()
             end.record()
             end.synchronize()
             times.append(start.elapsed_time(end))
         return times[2:]
 
-    def _capture(self, plan: Plan) -> torch.cuda.CUDAGraph:
+    def _capture(self, plan: Plan, tiles: GemvTiles | None) -> tuple[torch.cuda.CUDAGraph, Executor]:
         from .kernels_small import step_positions
 
-        executor = self._executor(plan, self._ops(plan.lanes), rows=self.batch)
-        self._keep.append(executor)
+        executor = self._executor(plan, self._ops(tiles), rows=self.batch)
         pad = 1 << (self.batch - 1).bit_length()
 
         def step() -> None:
@@ -203,7 +209,7 @@ class DecodeEngine:
         with torch.no_grad(), torch.cuda.graph(graph):
             step()
         self.cache.positions.zero_()
-        return graph
+        return graph, executor
 
     def _check_batch(self, batch: int) -> None:
         if batch != self.batch:

@@ -65,11 +65,13 @@ class GemmOps:
             KV_HEADS=s.kv_heads, GROUP=s.group, GROUP_PAD=max(16, triton.next_power_of_2(s.group)), DIM=s.head_dim, BLOCK_T=64,
             SPLITS=self.splits, SLICES=1, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None, warps=4,
         )  # fmt: skip
-        launch(
-            self._attend.merge_splits, (cache.batch * s.heads,), self._split, self._lse, self._merged,
-            SPLITS=self.splits, SPLITS_PAD=triton.next_power_of_2(self.splits), DIM=s.head_dim, warps=1 if self.splits <= 8 else 4,
-        )  # fmt: skip
-        self._matmul(launch, self._merged, w.output, message)
+        merged = self._split.view(self._merged.shape) if self.splits == 1 else self._merged
+        if self.splits > 1:
+            launch(
+                self._attend.merge_splits, (cache.batch * s.heads,), self._split, self._lse, merged, SPLITS=self.splits,
+                SPLITS_PAD=triton.next_power_of_2(self.splits), DIM=s.head_dim, warps=1 if self.splits <= 8 else 4,
+            )  # fmt: skip
+        self._matmul(launch, merged, w.output, message)
         self._additions(step, lane, message, other)
 
     def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:

@@ -40,20 +40,22 @@ class GemvTiles:
     attention_warps: int = 8
 
     @classmethod
-    def default(cls, sizes: RankSizes, max_context: int, lanes: int = 1) -> GemvTiles:
-        """In two lanes the kernels share the card: wider programs and fewer splits leave room for the other lane."""
+    def candidates(cls, sizes: RankSizes, max_context: int) -> list[GemvTiles]:
+        """Sets that were best on an H200 for a 70B rank of TP=8 (one lane, two lanes) and for a whole 8B model (one, two).
+        Which one wins depends on the shard and on what else is on the card, so the engine times them at start-up."""
         slices = 2 if sizes.hidden % 2048 == 0 and sizes.qkv_width * sizes.hidden <= 1 << 24 else 1
-        inner, ff = sizes.heads * sizes.head_dim, sizes.intermediate
+        few_rows = slices > 1
         splits = pick_splits(sizes, max_context, 1)
-        return cls(
-            qkv=_tile(4, 4, 1, sizes.hidden // slices),
-            output=_tile(4, 2, 1, inner) if lanes == 1 else _tile(16, 2, 1, inner),
-            gate_up=_tile(16, 2, 1, sizes.hidden),
-            down=_tile(8, 2, 2, ff) if lanes == 1 else _tile(4, 4, 1, ff),
-            head=_tile(8, 4, 1, sizes.hidden),
-            slices=slices,
-            splits=splits if lanes == 1 else max(splits // 2, 1),
-        )
+        half = max(splits // 2, 1)
+        qkv, inner, hidden, ff = sizes.hidden // slices, sizes.heads * sizes.head_dim, sizes.hidden, sizes.intermediate
+        head = _tile(8, 4, 1, hidden)
+        sets = [
+            cls(_tile(4, 4, 1, qkv), _tile(4, 2, 1, inner), _tile(16, 2, 1, hidden), _tile(8, 2, 2, ff), head, slices, splits),
+            cls(_tile(4, 4, 1, qkv), _tile(16, 2, 1, inner), _tile(16, 2, 1, hidden), _tile(4, 4, 1, ff), head, slices, half),
+            cls(_tile(8, 2, 1, qkv), _tile(4, 4, 1, inner), _tile(4, 4, 1, hidden), _tile(4, 8, 1, ff), head, slices, splits),
+            cls(_tile(4, 4, 1, qkv), _tile(8, 2, 1, inner), _tile(8, 4, 1, hidden), _tile(8, 2, 2, ff), head, slices, half),
+        ]
+        return sets if few_rows else sets[2:] + sets[:2]
 
 
 def _tile(rows: int, warps: int, depth: int, columns: int) -> Tile:
@@ -130,11 +132,14 @@ class GemvOps:
         launch = self.launchers[step.lane]
         self._norm_project(step, lane, absorbed, w.first_norm, w.qkv, self._qkv, t.qkv, slices=t.slices)
         self._decode_attention(launch, w, step.layer)
-        launch(
-            self._attend.merge_splits, (self.sizes.heads,), self._split, self._lse, self._merged,
-            SPLITS=t.splits, SPLITS_PAD=triton.next_power_of_2(t.splits), DIM=self.sizes.head_dim, warps=4,
-        )  # fmt: skip
-        self._output(step, lane, self._merged, w.output, message, t.output, other)
+        merged = self._split  # a single split is already the whole
+        if t.splits > 1:
+            merged = self._merged
+            launch(
+                self._attend.merge_splits, (self.sizes.heads,), self._split, self._lse, merged,
+                SPLITS=t.splits, SPLITS_PAD=triton.next_power_of_2(t.splits), DIM=self.sizes.head_dim, warps=4,
+            )  # fmt: skip
+        self._output(step, lane, merged, w.output, message, t.output, other)
 
     def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
         w, t = self.weights.layers[step.layer], self.tiles
