@@ -16,7 +16,7 @@ from ladder_residual.loading import load_model
 from ladder_residual.parallel import World
 
 PROMPT = "Once upon a time, there was a little girl"
-STORY = "named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
+STORY = " named Lily. She loved to play outside in the park. One day, she saw a big, red ball."
 
 
 def ladder(*arguments, check=True, timeout=240, **options):
@@ -39,7 +39,7 @@ def model(demo_dir):
 
 def test_the_shipped_model_tells_its_story(model):
     text = complete(*model, [PROMPT], Sampling(max_new_tokens=60, temperature=0), World())[0].text
-    assert text.strip().startswith(STORY)
+    assert text.startswith(STORY)
 
 
 def test_batches_equal_single_prompts(model):
@@ -195,32 +195,53 @@ def test_small_readers():
     assert CliRunner().invoke(app, ["--version"]).output.startswith("ladder-residual ")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_a_dying_rank_stops_the_others(demo_dir, how, tmp_path):
-    """One of two ranks is killed in the middle of generating: the command ends, names the rank, and leaves no process behind."""
+def generating(demo_dir, tmp_path, *options):
+    """Two ranks in the middle of a long file of prompts; yields the launcher's process and the ranks' pids."""
     (tmp_path / "many.txt").write_text("Once upon a time\n" * 4000)
     process = subprocess.Popen(
         [sys.executable, "-m", "ladder_residual", "generate", str(demo_dir), "--file", str(tmp_path / "many.txt"), "--tp", "2"]
-        + ["-n", "200", "--batch-size", "2", "--out", str(tmp_path / "out.jsonl")],
+        + ["-n", "200", "--batch-size", "2", "--out", str(tmp_path / "out.jsonl"), *options],
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_text():
+        assert time.monotonic() < deadline, "no output"
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.2)
+    ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    assert len(ranks) == 2
+    return process, [int(pid) for pid in ranks]
+
+
+def finish(process, within):
+    started = time.monotonic()
     try:
-        deadline = time.monotonic() + 120
-        while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_text():
-            assert time.monotonic() < deadline, "no output"
-            assert process.poll() is None, process.stderr.read()
-            time.sleep(0.2)
-        ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
-        assert len(ranks) == 2
-        os.kill(int(ranks[1]), how)
-        started = time.monotonic()
-        _, errors = process.communicate(timeout=60)
-        assert time.monotonic() - started < 30
-        assert process.returncode == 1
-        assert f"rank 1 of 2 (pid {ranks[1]}) was killed by {how.name}" in errors, errors[-2000:]
-        assert not subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True).stdout.split()
+        _, errors = process.communicate(timeout=within + 60)
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
+    assert time.monotonic() - started < within
+    assert not subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True).stdout.split()
+    return errors
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_a_dying_rank_stops_the_others(demo_dir, how, tmp_path):
+    """One of two ranks is killed in the middle of generating: the command ends, names the rank, and leaves no process behind."""
+    process, ranks = generating(demo_dir, tmp_path)
+    os.kill(ranks[1], how)
+    errors = finish(process, within=30)
+    assert process.returncode == 1
+    assert f"rank 1 of 2 (pid {ranks[1]}) was killed by {how.name}" in errors, errors[-2000:]
+    # What was complete before is still there, line by line.
+    assert all(json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()[:-1])
+
+
+def test_a_stopped_rank_is_noticed_after_the_time_out(demo_dir, tmp_path):
+    process, ranks = generating(demo_dir, tmp_path, "--timeout", "5")
+    os.kill(ranks[1], signal.SIGSTOP)
+    errors = finish(process, within=60)  # the time-out, then what the launcher grants a rank that does not end by itself
+    assert process.returncode == 1
+    assert "rank 0 waited 5 s for rank 1 at 127.0.0.1: it is stopped, or the link is down" in errors, errors[-2000:]

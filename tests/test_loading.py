@@ -59,6 +59,26 @@ def test_ranks_load_their_slices(checkpoints):
         assert max(errors.values()) < 1e-4, errors
 
 
+def load_different(world, plain, other, wiring):
+    messages = []
+    for source, spec in ((other, None), (plain, wiring)):
+        try:
+            load_model(source if world.rank == 1 else plain, world, wiring=spec if world.rank == 1 else None)
+        except ValueError as error:
+            messages.append(str(error))
+    return messages
+
+
+def test_ranks_that_differ_are_found_at_the_start(tmp_path):
+    tiny_model("llama").save_pretrained(tmp_path / "plain")
+    tiny_model("llama", seed=1).save_pretrained(tmp_path / "other")
+    for messages in run_on_ranks(2, load_different, str(tmp_path / "plain"), str(tmp_path / "other"), "ladder"):
+        assert ["the checkpoint of rank 1 on" in messages[0], "the config or wiring of rank 1 on" in messages[1]] == [
+            True,
+            True,
+        ]
+
+
 def test_families_with_wide_norms_refuse_ranks():
     shape = ModelShape.from_hf(tiny_model("olmo2").config.to_dict())
     with pytest.raises(ValueError, match="spans all heads"):

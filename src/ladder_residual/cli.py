@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .launch import USER_ERROR
+from .launch import LOST_PEER, USER_ERROR
 from .plan.commands import app as plan_app
 from .plan.report_commands import report, reproduction
 from .plan.trace_commands import trace_app
@@ -174,8 +174,6 @@ def generate(
         else:
             assert prompt is not None
             streamed = num_beams == 1
-            if world.is_main and streamed:
-                print(prompt, end="", flush=True)
             with watch:
                 completion = complete(model, tokenizer, [prompt], sampling, world, stream=streamed)[0]
             watch.tokens = completion.new_tokens
@@ -361,12 +359,19 @@ def _print_overlap(result: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    """Entry point: what users did wrong is one line and exit code 2, on rank 0 alone."""
+    """Entry point: what users did wrong is one line and exit code 2, on rank 0 alone; a lost peer is one line per rank."""
     try:
         app(standalone_mode=True)
     except ValueError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         sys.exit(USER_ERROR)
+    except RuntimeError as error:
+        from .sockets import PeerLost
+
+        if not isinstance(error, PeerLost):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(LOST_PEER)
     except KeyboardInterrupt:
         sys.exit(130)

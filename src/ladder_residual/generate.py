@@ -135,7 +135,8 @@ def complete(
     torch.manual_seed(seed)
     options = sampling.options()
     if stream and world.is_main and len(prompts) == 1 and sampling.num_beams == 1:
-        options["streamer"] = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        # A plain prompt is part of the text: decoded together, the first new word keeps its space.
+        options["streamer"] = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)
     if sampling.stop:
         options["tokenizer"] = tokenizer
     output = model.generate(**batch, pad_token_id=tokenizer.pad_token_id, **options)
@@ -143,11 +144,19 @@ def complete(
     ends = model.generation_config.eos_token_id
     ends = set(ends) if isinstance(ends, list) else {ends}
     results = []
-    for prompt, row in zip(prompts, output[:, start:].tolist(), strict=True):
-        stop = next((i for i, token in enumerate(row) if token in ends), len(row) - 1)
-        kept = row[: stop + 1]
-        results.append(Completion(prompt, str(tokenizer.decode(kept, skip_special_tokens=True)), len(kept), kept))
+    for prompt, row in zip(prompts, output.tolist(), strict=True):
+        new = row[start:]
+        stop = next((i for i, token in enumerate(new) if token in ends), len(new) - 1)
+        kept = new[: stop + 1]
+        results.append(Completion(prompt, _new_text(tokenizer, row[:start], kept), len(kept), kept))
     return results
+
+
+def _new_text(tokenizer: PreTrainedTokenizerBase, before: list[int], new: list[int]) -> str:
+    """What ``new`` adds to the text. Decoded alone, many tokenizers would drop the space before its first word."""
+    told = str(tokenizer.decode(before, skip_special_tokens=True))
+    whole = str(tokenizer.decode(before + new, skip_special_tokens=True))
+    return whole[len(told) :] if whole.startswith(told) else str(tokenizer.decode(new, skip_special_tokens=True))
 
 
 def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:

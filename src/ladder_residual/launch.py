@@ -12,7 +12,8 @@ import sys
 import uuid
 from collections.abc import Sequence
 
-USER_ERROR = 2  # exit code of a worker that has told the user already
+USER_ERROR = 2  # exit code of a rank that has told the user already
+LOST_PEER = 3  # exit code of a rank that failed because another one did
 
 
 def launch(arguments: Sequence[str], ranks: int) -> int:
@@ -37,10 +38,14 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
     try:
         elastic_launch(config, sys.executable)("-m", "ladder_residual", *arguments)
     except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
+        # Ranks that lost a peer are consequences; the one they lost is the cause, even if it was noticed later.
+        rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode == LOST_PEER, item[1].timestamp))
         if failure.exitcode == USER_ERROR:
             return USER_ERROR
         code = failure.exitcode
+        if code == LOST_PEER:
+            print(f"error: rank {rank} of {ranks} lost a peer (see above); all ranks were stopped", file=sys.stderr)
+            return 1
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         print(f"error: rank {rank} of {ranks} (pid {failure.pid}) {how}; the other ranks were stopped", file=sys.stderr)
         return 1

@@ -6,6 +6,7 @@ placed. With one rank the same path loads the whole model. ``shard_model`` does 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from . import __version__
 from .checkpoint import Checkpoint, resolve, sources_of
 from .config import Wiring
 from .families import Family, check_wiring, family_of
@@ -110,6 +112,10 @@ def load_model(
         raise ValueError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
     target = DTYPES[dtype] if dtype != "auto" else stored_dtype(config)
     options = {"attn_implementation": attention} if attention else {}
+    world.check_same("the software", f"ladder-residual {__version__}, torch {torch.__version__}")
+    world.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
+    if world.size > 1:
+        world.check_same("the checkpoint", checkpoint.digest())
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
