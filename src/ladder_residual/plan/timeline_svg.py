@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from .schedule import COMM
-from .trace import WAITING, Panel, Span
+from .schedule import COMM, LANE
+from .trace import WAITING, Panel, Span, is_communication
 
 WIDTH, LEFT, RIGHT = 960, 118, 16
 ROW, GAP, HEAD = 34, 6, 44
@@ -44,7 +44,7 @@ def timeline_svg(panels: Sequence[Panel], subtitle: str = "") -> str:
     top += 30
     parts += _legend(top)
     height = top + 26
-    label = "; ".join(f"{p.title}: {p.layer_us:.0f} us per layer, {p.hidden_percent:.0f} % hidden" for p in panels)
+    label = "; ".join(f"{p.title}: {_time(p.layer_us)} per layer, {p.hidden_percent:.0f} % hidden" for p in panels)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}" role="img" '
         f'aria-label="{escape(label, quote=True)}"><style>{STYLE}</style><rect class="bg" width="{WIDTH}" height="{height}"/>'
@@ -55,17 +55,15 @@ def timeline_svg(panels: Sequence[Panel], subtitle: str = "") -> str:
 
 def _panel(panel: Panel, top: float, window: float, scale: float) -> tuple[list[str], float]:
     begin = _window_start(panel)
-    rows = [row for row in dict.fromkeys(span.row for span in panel.spans) if row != COMM]
-    if any(span.row == COMM for span in panel.spans):
-        rows.append(COMM)
-    facts = f"{panel.layer_us:.0f} us per layer, {panel.hidden_percent:.0f} % of the communication hidden ({panel.label})"
+    rows = sorted(dict.fromkeys(span.row for span in panel.spans), key=lambda row: (is_communication(row), row))
+    facts = f"{_time(panel.layer_us)} per layer, {panel.hidden_percent:.0f} % of the communication hidden ({panel.label})"
     parts = [
         f'<text x="16" y="{top + 14}"><tspan class="title ink">{escape(panel.title)}</tspan>'
         f'<tspan class="soft" dx="10">{escape(facts)}</tspan></text>'
     ]
     at = top + HEAD - 20
     for row in rows:
-        name = {"compute": "compute", COMM: "all-reduce"}.get(row, "lane 2")
+        name = {LANE: "lane 2"}.get(row, row.replace(COMM, "all-reduce"))
         parts.append(f'<text class="soft" x="16" y="{at + ROW / 2 + 5}">{name}</text>')
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at + ROW}" y2="{at + ROW}"/>')
         for span in panel.spans:
@@ -78,16 +76,24 @@ def _panel(panel: Panel, top: float, window: float, scale: float) -> tuple[list[
 def _window_start(panel: Panel) -> float:
     """Start of the attention of the middle layer: the ends of the model are not typical."""
     middle = max(span.layer for span in panel.spans) // 2
-    starts = [s.start for s in panel.spans if s.layer == middle and s.row != COMM and s.name != WAITING]
+    starts = [s.start for s in panel.spans if s.layer == middle and not is_communication(s.row) and s.name != WAITING]
     return min(starts, default=0.0)
 
 
 def _box(span: Span, begin: float, window: float, scale: float, top: float) -> str:
     left = max(0.0, span.start - begin) * scale
     width = (min(window, span.end - begin)) * scale - left
-    kind = "waiting" if span.name == WAITING else "comm" if span.row == COMM else "mlp" if span.name == "MLP" else "attention"
+    kind = (
+        "waiting"
+        if span.name == WAITING
+        else "comm"
+        if is_communication(span.row)
+        else "mlp"
+        if span.name == "MLP"
+        else "attention"
+    )
     text = {"waiting": "waits", "comm": "all-reduce"}.get(kind, span.name)
-    hint = f"<title>{escape(span.name)}, layer {span.layer}: {span.end - span.start:.1f} us</title>"
+    hint = f"<title>{escape(span.name)}, layer {span.layer}: {_time(span.end - span.start)}</title>"
     x, middle = LEFT + left, LEFT + left + width / 2
     shape = f'<rect class="{kind}" x="{x + 0.5:.2f}" y="{top}" width="{max(width - 1, 0.5):.2f}" height="{ROW - 4}" rx="3"/>'
     room = 6.4 * len(text)
@@ -102,9 +108,14 @@ def _axis(top: float, window: float, scale: float) -> list[str]:
     parts = []
     for tick in range(int(window / step) + 1):
         x = LEFT + tick * step * scale
+        label = f"{tick * step / 1e3:g} ms" if window >= 5e3 else f"{tick * step:g} us"
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top - 8}" y2="{top - 2}"/>')
-        parts.append(f'<text class="soft small" x="{x:.1f}" y="{top + 12}" text-anchor="middle">{tick * step:g} us</text>')
+        parts.append(f'<text class="soft small" x="{x:.1f}" y="{top + 12}" text-anchor="middle">{label}</text>')
     return parts
+
+
+def _time(us: float) -> str:
+    return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"
 
 
 def _round_step(about: float) -> float:

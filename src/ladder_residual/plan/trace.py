@@ -17,6 +17,11 @@ from .schedule import COMM, Timeline
 WAITING = "waiting"
 
 
+def is_communication(row: str) -> bool:
+    """Sums that are in flight together are drawn on rows of their own: communication, communication 2."""
+    return row.startswith(COMM)
+
+
 @dataclass(frozen=True)
 class Span:
     row: str  # the stream: compute, compute lane 2, communication
@@ -46,8 +51,8 @@ def spans_of(timeline: Timeline) -> list[Span]:
 def waiting_spans(spans: Iterable[Span]) -> list[Span]:
     """Gaps in which communication runs and no compute row does: the exposed time, shown on the first compute row."""
     spans = list(spans)
-    compute = sorted((s.start, s.end) for s in spans if s.row != COMM)
-    rows = [s.row for s in spans if s.row != COMM]
+    compute = sorted((s.start, s.end) for s in spans if not is_communication(s.row))
+    rows = [s.row for s in spans if not is_communication(s.row)]
     if not rows:
         return []
     waits, reach = [], 0.0
@@ -56,7 +61,7 @@ def waiting_spans(spans: Iterable[Span]) -> list[Span]:
         if start > reach:
             for comm in spans:
                 low, high = max(comm.start, reach), min(comm.end, start)
-                if comm.row == COMM and high - low > 1e-6:
+                if is_communication(comm.row) and high - low > 1e-6:
                     waits.append(Span(rows[0], WAITING, comm.layer, low, high))
         reach = max(reach, stop)
     return waits
@@ -65,20 +70,18 @@ def waiting_spans(spans: Iterable[Span]) -> list[Span]:
 def planned_panel(case: Case, wiring: str, *, prefill: bool = False) -> Panel:
     phase = case.prefill_phase() if prefill else case.decode_phase()
     timeline = case.timeline(wiring, phase)
-    hidden = 100 * timeline.hidden_share()
-    return Panel(wiring, spans_of(timeline), _layer_us(timeline, case.model.num_layers), hidden, "planned")
+    spans = spans_of(timeline)
+    return Panel(wiring, spans, layer_us(spans), 100 * timeline.hidden_share(), "planned")
 
 
-def _layer_us(timeline: Timeline, layers: int) -> float:
+def layer_us(spans: Sequence[Span]) -> float:
     """Length of a layer in the middle, where the schedule has settled: start of its attention to that of the next."""
-    starts = {}
-    for task in timeline.tasks:
-        if task.stream != COMM and task.name.startswith("attention"):
-            starts[task.layer] = task.start
+    starts = {s.layer: s.start for s in spans if not is_communication(s.row) and s.name.startswith("attention")}
+    layers = max((s.layer for s in spans), default=0) + 1
     middle = layers // 2
     if middle in starts and middle + 1 in starts:
         return starts[middle + 1] - starts[middle]
-    return timeline.us / layers
+    return (max(s.end for s in spans) - min(s.start for s in spans)) / layers if spans else 0.0
 
 
 def chrome_trace(panels: Sequence[Panel], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +100,7 @@ def chrome_trace(panels: Sequence[Panel], about: Mapping[str, Any]) -> dict[str,
                 "pid": process,
                 "tid": rows.index(span.row) + 1,
                 "name": span.name,
-                "cat": "communication" if span.row == COMM else "waiting" if span.name == WAITING else "compute",
+                "cat": "communication" if is_communication(span.row) else "waiting" if span.name == WAITING else "compute",
                 "ts": round(span.start, 4),
                 "dur": round(span.end - span.start, 4),
                 "args": {"layer": span.layer},
@@ -105,16 +108,36 @@ def chrome_trace(panels: Sequence[Panel], about: Mapping[str, Any]) -> dict[str,
             if span.name == WAITING:
                 event["cname"] = "terrible"  # red in chrome://tracing
             events.append(event)
-    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": dict(about)}
+    facts = [{"wiring": p.title, "layer_us": p.layer_us, "hidden_percent": p.hidden_percent, "label": p.label} for p in panels]
+    return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {**about, "panels": facts}}
 
 
-def write_trace(panels: Sequence[Panel], about: Mapping[str, Any], folder: str | Path) -> tuple[Path, Path]:
-    """``trace.json`` and ``timeline.svg`` in ``folder``."""
+def read_trace(document: Mapping[str, Any]) -> list[Panel]:
+    """The panels of a ``chrome_trace``."""
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in document["traceEvents"] if e["name"] == "thread_name"}
+    spans: dict[int, list[Span]] = {}
+    for event in document["traceEvents"]:
+        if event["ph"] == "X":
+            process, start = event["pid"], float(event["ts"])
+            row, layer = rows[process, event["tid"]], int(event["args"]["layer"])
+            spans.setdefault(process, []).append(Span(row, event["name"], layer, start, start + float(event["dur"])))
+    facts = document["otherData"]["panels"]
+    return [
+        Panel(fact["wiring"], spans[process], float(fact["layer_us"]), float(fact["hidden_percent"]), fact["label"])
+        for process, fact in enumerate(facts, start=1)
+    ]
+
+
+def write_trace(
+    panels: Sequence[Panel], about: Mapping[str, Any], folder: str | Path, drawn: Sequence[Panel] | None = None
+) -> tuple[Path, Path]:
+    """``trace.json`` and ``timeline.svg`` in ``folder``; ``drawn`` are the panels of the picture if it shows not all."""
     from .timeline_svg import timeline_svg
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     trace, picture = folder / "trace.json", folder / "timeline.svg"
     trace.write_text(json.dumps(chrome_trace(panels, about)))
-    picture.write_text(timeline_svg(panels, subtitle=str(about.get("setting", ""))))
+    drawn = panels if drawn is None else drawn
+    picture.write_text(timeline_svg(drawn, subtitle=str(about.get("setting", ""))))
     return trace, picture

@@ -1,21 +1,90 @@
-"""``ladder trace plan``: the timeline of a planned run. The main command line mounts ``trace_app`` beside recorded runs."""
+"""``ladder trace``: the timeline of a recorded run (``ladder trace --tp 2 ...``) or of a planned one (``ladder trace plan``)."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from .commands import HardwareFiles, Json, load_hardware
 
-trace_app = typer.Typer(help="Timelines: Chrome/Perfetto JSON and one SVG picture.", add_completion=False, no_args_is_help=True)
+
+class _RecordByDefault(TyperGroup):
+    """``ladder trace --tp 2`` means ``ladder trace run --tp 2``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
 
 
-@trace_app.callback()
-def _root() -> None:
-    """A callback keeps ``plan`` a command of its own while it is the only one."""
+trace_app = typer.Typer(
+    cls=_RecordByDefault,
+    help="Timelines: Chrome/Perfetto JSON and one SVG picture. Options without a command record a run.",
+    add_completion=False,
+    no_args_is_help=True,
+)
+Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for trace.json and timeline.svg.")]
+
+
+@trace_app.command("run")
+def trace_recorded(
+    model: Annotated[str, typer.Option(help="Checkpoint directory, or a published shape (random weights).")] = "ladder-1b",
+    layers: Annotated[int | None, typer.Option(help="Use only so many layers of a published shape.")] = None,
+    tp: Annotated[int | None, typer.Option("--tp", help="Ranks; starts them unless torchrun has.")] = 2,
+    latency: Annotated[str, typer.Option(help="Emulated latency of a sum: e.g. 500us, 3ms; 0 takes the link as it is.")] = "0",
+    batch: Annotated[int, typer.Option()] = 1,
+    prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
+    wirings: Annotated[str, typer.Option(help="With commas between, e.g. standard,ladder,desync-2x.")] = "standard,ladder",
+    steps: Annotated[int, typer.Option(help="Decode steps recorded; the one of median length is drawn.")] = 5,
+    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "float32",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    out: Out = Path("trace"),
+    profiles: Annotated[bool, typer.Option("--profiles", help="Also keep torch.profiler's own trace of every rank.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Record a decode step of every wiring on real ranks with torch.profiler."""
+    from ..cli import _on_ranks, _seconds, _split_wirings
+
+    names, seconds = _split_wirings(wirings), _seconds(latency)
+    if seconds is None:
+        raise ValueError("a recorded run needs a latency in numbers, such as 3ms, or 0 for the link as it is")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own notes of its start and end; read as torch is loaded
+    _on_ranks(tp)
+    from ..parallel import distributed
+    from ..trace_run import record
+
+    with distributed(device) as world:
+        result = record(
+            world,
+            source=model,
+            layers=layers,
+            wirings=names,
+            latency=seconds,
+            batch=batch,
+            prompt=prompt,
+            steps=steps,
+            dtype=dtype,
+            folder=out,
+            profiles=profiles,
+        )
+        if world.is_main:
+            if as_json:
+                print(json.dumps(result))
+                return
+            print(result["setting"])
+            for row in result["wirings"]:
+                hidden = ", ".join(f"{percent:.0f} %" for percent in row["hidden_percent"])
+                print(
+                    f"  {row['wiring']:18} {row['layer_us'] / 1e3:7.2f} ms per layer, {row['step_ms']:7.2f} ms per step, "
+                    f"hidden on rank 0 to {len(row['hidden_percent']) - 1}: {hidden} "
+                    f"(median of {steps} steps: {row['median_hidden_percent']:.0f} %)"
+                )
+            print(f"wrote {result['trace']} and {result['timeline']}")
 
 
 @trace_app.command("plan")
@@ -30,7 +99,7 @@ def trace_planned(
     engine: Annotated[str | None, typer.Option(help="Engine profile: fused, compiled, paper, cpu.")] = None,
     wirings: Annotated[str, typer.Option(help="With commas between, e.g. standard,ladder,parallel.")] = "standard,ladder",
     prefill: Annotated[bool, typer.Option("--prefill", help="The prefill instead of a decode step.")] = False,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for trace.json and timeline.svg.")] = Path("trace"),
+    out: Out = Path("trace"),
     hardware: HardwareFiles = None,
     as_json: Json = False,
 ) -> None:
