@@ -36,6 +36,8 @@ Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or
 WiringOption = Annotated[str | None, typer.Option("--wiring", help="Another wiring than the checkpoint's own.")]
 Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
 Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
+Engine = Annotated[str, typer.Option(help="auto, cuda (fused kernels, CUDA graphs) or torch (any device, any model).")]
+Schedule = Annotated[str, typer.Option(help="Of the CUDA engine: one lane, two lanes, or auto (measured at start-up).")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -132,6 +134,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same text, on any number of ranks.")] = None,
     num_beams: Annotated[int, typer.Option()] = 1,
     batch_size: Annotated[int, typer.Option(help="Prompts of --file per batch.")] = 8,
+    engine: Engine = "auto",
+    schedule: Schedule = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
     uneven: Uneven = False,
@@ -145,7 +149,7 @@ def generate(
             raise ValueError("--prompt - reads standard input, which only one process has; use --file")
         prompt = sys.stdin.read()
     _on_ranks(tp)
-    from .generate import Sampling, Stopwatch, complete, complete_file, load_tokenizer
+    from .generate import Sampling, Stopwatch, complete, complete_file, load_tokenizer, read_prompts, with_engine
     from .hf_config import wiring_of
     from .loading import load_model
     from .parallel import distributed
@@ -163,7 +167,17 @@ def generate(
     )
     with distributed(device, timeout) as world:
         tokenizer = load_tokenizer(source)
-        model = load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven)
+        prompts = [prompt] if prompt is not None else read_prompts(_given(file), tokenizer)[0]
+        longest = max(len(ids) for ids in tokenizer(prompts)["input_ids"])
+        model = with_engine(
+            load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven),
+            world,
+            engine,
+            batch=min(batch_size, len(prompts)),
+            context=longest + max_new_tokens,
+            beams=num_beams,
+            schedule=schedule,
+        )
         watch = Stopwatch()
         if file is not None:
             with _output(out if world.is_main else Path(os.devnull)) as sink, watch:
@@ -182,6 +196,11 @@ def generate(
         if world.is_main:
             ranks = "1 process" if world.size == 1 else f"{world.size} ranks"
             print(f"[{wiring_of(model.config).spec}, {ranks}, {world.device.type}] {watch}", file=sys.stderr)
+
+
+def _given(path: Path | None) -> Path:
+    assert path is not None
+    return path
 
 
 def _output(path: Path | None) -> Any:
@@ -205,6 +224,9 @@ def chat(
     temperature: Annotated[float | None, typer.Option()] = None,
     top_p: Annotated[float | None, typer.Option()] = None,
     seed: Annotated[int | None, typer.Option()] = None,
+    engine: Engine = "auto",
+    schedule: Schedule = "auto",
+    context: Annotated[int, typer.Option(help="Tokens the CUDA engine's cache holds.")] = 8192,
     device: Device = "auto",
     dtype: Dtype = "auto",
     uneven: Uneven = False,
@@ -212,7 +234,7 @@ def chat(
 ) -> None:
     """Talk with a model that has a chat template. An empty line or end of input ends it."""
     _on_ranks(tp)
-    from .generate import Sampling, chat_prompt, complete, load_tokenizer
+    from .generate import Sampling, chat_prompt, complete, load_tokenizer, with_engine
     from .loading import load_model
     from .parallel import distributed
 
@@ -222,6 +244,7 @@ def chat(
         messages = [{"role": "system", "content": system}] if system else []
         chat_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # no template: say so before loading weights
         model = load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven)
+        model = with_engine(model, world, engine, batch=1, context=context, beams=1, schedule=schedule)
         for turn in range(1_000_000):
             line = world.ask(lambda: _read_line("you> "), turn)
             if not line:

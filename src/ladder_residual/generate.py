@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -130,6 +131,12 @@ def complete(
     chat: bool = False,
 ) -> list[Completion]:
     """One batch. ``stream`` prints a single prompt's text as it comes (rank 0)."""
+    asked = len(prompts)
+    engine = getattr(model, "engine", None)
+    if engine is not None:
+        model.start()
+        # The engine's graph is for one batch size: a smaller batch is filled up, and what was added is dropped at the end.
+        prompts = prompts + prompts[-1:] * (engine.batch - asked)
     batch = encode(model, tokenizer, prompts, sampling, chat).to(world.device)
     seed = world.broadcast(sampling.seed if sampling.seed is not None else int(torch.seed() % 2**31))
     torch.manual_seed(seed)
@@ -144,7 +151,7 @@ def complete(
     ends = model.generation_config.eos_token_id
     ends = set(ends) if isinstance(ends, list) else {ends}
     results = []
-    for prompt, row in zip(prompts, output.tolist(), strict=True):
+    for prompt, row in zip(prompts[:asked], output[:asked].tolist(), strict=True):
         new = row[start:]
         stop = next((i for i, token in enumerate(new) if token in ends), len(new) - 1)
         kept = new[: stop + 1]
@@ -208,6 +215,26 @@ def complete_file(
     prompts, chat = read_prompts(path, tokenizer)
     for first in range(0, len(prompts), batch_size):
         yield from complete(model, tokenizer, prompts[first : first + batch_size], sampling, world, chat=chat)
+
+
+def with_engine(model: PreTrainedModel, world: World, kind: str, *, batch: int, context: int, beams: int, schedule: str) -> Any:
+    """``model`` itself, or the CUDA engine holding its weights. ``auto`` falls back to the model with one warning."""
+    if kind not in ("auto", "cuda", "torch"):
+        raise ValueError(f"unknown engine {kind!r}; choose auto, cuda or torch")
+    if kind == "torch" or (kind == "auto" and world.device.type != "cuda"):
+        return model
+    from .engine.backend import engine_model
+
+    try:
+        if beams > 1:
+            raise ValueError("the CUDA engine's cache cannot follow beams; use --num-beams 1")
+        limit = getattr(model.config, "max_position_embeddings", context)
+        return engine_model(model, world, batch=batch, max_context=min(context, limit), schedule=schedule)
+    except ValueError as error:
+        if kind == "cuda":
+            raise
+        warnings.warn(f"using the slow path: {error}", stacklevel=2)
+        return model
 
 
 class Stopwatch:

@@ -1,0 +1,117 @@
+"""The engine under ``generate``: transformers samples, stops and streams; the engine computes the logits.
+
+``EngineModel`` is what ``GenerationMixin`` needs to see of a model. It keeps the whole sequence in ``input_ids`` and lets the engine's
+own static cache remember the rest, so prompts may be padded on the left as everywhere else in this package.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from ..hf_config import wiring_of
+from ..parallel import World
+from .spec import EngineSpec
+
+
+class Engine(Protocol):
+    """What ``DecodeEngine`` offers here; tests put the slow reference in its place."""
+
+    batch: int
+    max_context: int
+
+    def prefill(self, input_ids: Tensor, lengths: Tensor) -> Tensor: ...
+
+    def decode(self, tokens: Tensor) -> Tensor: ...
+
+    def gather(self, logits: Tensor) -> Tensor: ...
+
+
+class EngineModel(PreTrainedModel, GenerationMixin):
+    """A causal language model whose forward is one engine. For greedy decoding and sampling; beams need a cache that reorders."""
+
+    _supports_cache_class = False
+    main_input_name = "input_ids"
+
+    def __init__(self, config: Any, generation_config: Any, engine: Engine, device: torch.device) -> None:
+        config = copy.deepcopy(config)
+        config._attn_implementation = "eager"  # the parent class checks the choice; attention is the engine's
+        super().__init__(config)
+        self.generation_config = copy.deepcopy(generation_config)
+        self.engine = engine
+        self._columns = 0  # of the sequences the engine has seen
+        self._place = torch.nn.Parameter(torch.empty(0, device=device), requires_grad=False)  # transformers asks for our device
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        return True
+
+    def prepare_inputs_for_generation(
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> dict[str, Any]:
+        return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def start(self) -> None:
+        """Forget the sequences: the next call reads a prompt."""
+        self._columns = 0
+
+    @torch.no_grad()
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any) -> CausalLMOutputWithPast:
+        batch, columns = input_ids.shape
+        if self._columns and columns == self._columns + 1:
+            logits = self.engine.decode(input_ids[:, -1])
+        else:
+            packed, lengths = right_padded(input_ids, attention_mask)
+            logits = self.engine.prefill(packed, lengths)
+        self._columns = columns
+        return CausalLMOutputWithPast(logits=self.engine.gather(logits)[:batch, None].float())
+
+
+def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Prompts padded on the left, moved to the left; their lengths."""
+    if attention_mask is None:
+        return input_ids, torch.full((input_ids.shape[0],), input_ids.shape[1])
+    lengths = attention_mask.sum(-1)
+    packed = torch.zeros_like(input_ids)
+    for row, length in enumerate(lengths.tolist()):
+        packed[row, :length] = input_ids[row][attention_mask[row].bool()]
+    return packed, lengths.cpu()
+
+
+def engine_model(model: PreTrainedModel, world: World, *, batch: int, max_context: int, schedule: str = "auto") -> EngineModel:
+    """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it."""
+    from .decoder import DecodeEngine
+
+    if world.device.type != "cuda":
+        raise ValueError(f"the CUDA engine needs a GPU, this rank computes on {world.device.type}")
+    spec = EngineSpec.from_hf(model.config.to_dict())
+    if world.size > 1 and spec.shape.vocab_size % world.size:
+        raise ValueError(f"the CUDA engine needs a vocabulary that {world.size} ranks divide, got {spec.shape.vocab_size}")
+    weights: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
+    groups = None
+    if world.size > 1:
+        # Two communicators: the two lanes of a ladder must not wait for each other.
+        ranks = list(range(world.size))
+        groups = (dist.new_group(ranks), dist.new_group(ranks))
+    config, generation_config, wiring = model.config, model.generation_config, wiring_of(model.config)
+    model.to("meta")
+    engine = DecodeEngine(
+        spec,
+        wiring,
+        weights,
+        tp=world.size,
+        rank=world.rank,
+        reducer="nccl" if world.size > 1 else "none",
+        groups=groups,
+        batch=batch,
+        max_context=max_context,
+        schedule=schedule,
+        release=True,
+    )
+    return EngineModel(config, generation_config, engine, world.device)

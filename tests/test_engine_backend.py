@@ -1,0 +1,98 @@
+"""The engine under `generate`, with its slow reference in the place of the CUDA kernels: same text as the model itself."""
+
+import pytest
+import torch
+
+from ladder_residual import rewire
+from ladder_residual.engine.backend import EngineModel, right_padded
+from ladder_residual.engine.reference import ReferenceDecoder
+from ladder_residual.engine.spec import EngineSpec, RankSizes
+from ladder_residual.engine.weights import stack_weights
+from ladder_residual.generate import Sampling, complete, load_tokenizer, with_engine
+from ladder_residual.loading import load_model
+from ladder_residual.model import wiring_of
+from ladder_residual.parallel import World
+from tiny_models import clone, random_ids, tiny_model
+
+
+class ReferenceEngine:
+    """A reference decoder per sequence, behind the calls of the engine."""
+
+    def __init__(self, model, batch):
+        self.batch, self.max_context = batch, 512
+        spec = EngineSpec.from_hf(model.config.to_dict() | {"attention_bias": False, "mlp_bias": False})
+        weights = dict(model.named_parameters())
+        stacked = stack_weights(spec, RankSizes.of(spec.shape, 1, 0), weights)
+        self.make = lambda: ReferenceDecoder(spec, wiring_of(model.config), [stacked], tp=1)
+
+    def prefill(self, input_ids, lengths):
+        assert input_ids.shape[0] == self.batch
+        self.rows = [self.make() for _ in range(self.batch)]
+        return torch.stack(
+            [row.forward(ids[None, :length])[0, -1] for row, ids, length in zip(self.rows, input_ids, lengths, strict=True)]
+        )
+
+    def decode(self, tokens):
+        assert tokens.shape == (self.batch,)
+        return torch.stack([row.forward(token.view(1, 1))[0, -1] for row, token in zip(self.rows, tokens, strict=True)])
+
+    def gather(self, logits):
+        return logits
+
+
+@pytest.mark.parametrize("spec", ["standard", "ladder", "ladder:last-half"])
+@torch.no_grad()
+def test_greedy_and_sampled_tokens_equal_the_model(spec):
+    model = rewire(tiny_model("llama", attention_bias=False, mlp_bias=False, head_dim=64), spec)
+    ids, mask = random_ids(3, 7), torch.ones(3, 7, dtype=torch.long)
+    mask[1, :3] = 0
+    inputs = {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+    fast = EngineModel(model.config, model.generation_config, ReferenceEngine(clone(model), 3), torch.device("cpu"))
+    for options in ({"do_sample": False}, {"do_sample": True, "top_k": 20, "temperature": 0.7}):
+        texts = []
+        for which in (model, fast):
+            torch.manual_seed(3)
+            texts.append(which.generate(**inputs, max_new_tokens=10, pad_token_id=0, **options))
+            if which is fast:
+                fast.start()
+        assert torch.equal(*texts)
+
+
+def test_smaller_batches_are_filled_up(demo_dir):
+    model, tokenizer = load_model(demo_dir), load_tokenizer(demo_dir)
+    greedy = Sampling(max_new_tokens=12, temperature=0)
+    prompts = ["Once upon a time", "The dog and"]
+
+    class Small(ReferenceEngine):
+        def __init__(self, model, batch):
+            # the shipped model's heads of 8 are below what the kernels take; the reference does not mind
+            import ladder_residual.engine.spec as spec_module
+
+            sizes, spec_module.HEAD_DIMS = spec_module.HEAD_DIMS, (8,)
+            super().__init__(model, batch)
+            spec_module.HEAD_DIMS = sizes
+
+    fast = EngineModel(model.config, model.generation_config, Small(model, 3), torch.device("cpu"))
+    expected = [c.text for c in complete(model, tokenizer, prompts, greedy, World())]
+    assert [c.text for c in complete(fast, tokenizer, prompts, greedy, World())] == expected
+    assert [c.text for c in complete(fast, tokenizer, prompts[:1], greedy, World())] == expected[:1]
+
+
+def test_prompts_move_from_left_to_right_padding():
+    ids = torch.tensor([[0, 0, 5, 6], [1, 2, 3, 4]])
+    packed, lengths = right_padded(ids, torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]]))
+    assert packed.tolist() == [[5, 6, 0, 0], [1, 2, 3, 4]]
+    assert lengths.tolist() == [2, 4]
+
+
+def test_what_the_engine_cannot_take_falls_back_or_is_refused(demo_dir):
+    model = load_model(demo_dir)
+    options = dict(batch=1, context=64, beams=1, schedule="auto")
+    assert with_engine(model, World(), "auto", **options) is model  # no GPU: nothing to warn about
+    assert with_engine(model, World(), "torch", **options) is model
+    with pytest.raises(ValueError, match="needs a GPU"):
+        with_engine(model, World(), "cuda", **options)
+    with pytest.raises(ValueError, match="unknown engine 'fast'"):
+        with_engine(model, World(), "fast", **options)
+    with pytest.warns(UserWarning, match="using the slow path: the CUDA engine's cache cannot follow beams"):
+        assert with_engine(model, World(device=torch.device("cuda")), "auto", **options | {"beams": 2}) is model
