@@ -1,0 +1,113 @@
+"""Run vLLM engines one after the other in a process of their own: `python engines.py JOBS.json RESULTS.json`.
+
+A job names a checkpoint, vLLM's options and prompts; its result is the tokens, or the error that refused it. Importing vLLM takes
+longer than a tiny engine's whole life, so jobs share a process.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+TIMEOUT_SECONDS = 1200
+
+
+def run_jobs(folder: Path, jobs: dict[str, dict[str, Any]], ranks: int = 1) -> dict[str, dict[str, Any]]:
+    """Results by job. ``ranks``: of the largest job, for binding them to cores."""
+    stem = folder / f"jobs-{ranks}-{time.time_ns()}"
+    given, found, log = stem.with_suffix(".json"), stem.with_suffix(".results.json"), stem.with_suffix(".log")
+    given.write_text(json.dumps(jobs))
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            [sys.executable, __file__, str(given), str(found)],
+            env=environment(folder, ranks),
+            stdout=sink,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(TIMEOUT_SECONDS)
+        finally:
+            end_group(process)
+    tail = "\n".join(log.read_text(errors="replace").splitlines()[-40:])
+    assert found.exists(), f"the engines left no results; their log ends:\n{tail}"
+    results = json.loads(found.read_text())
+    for result in results.values():
+        result.setdefault("log", tail)
+    return results
+
+
+def environment(folder: Path, ranks: int) -> dict[str, str]:
+    cores = sorted(os.sched_getaffinity(0))
+    return os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "|".join(str(cores[rank % len(cores)]) for rank in range(ranks)),
+        "VLLM_CACHE_ROOT": str(folder / "cache"),
+        "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+
+
+def end_group(process: subprocess.Popen[bytes]) -> None:
+    """Nothing a test started outlives it."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    process.wait()
+
+
+def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    options = {"max_model_len": 256, "max_num_seqs": 8, "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True}
+    llm = LLM(job["model"], **(options | job.get("engine", {})))
+    sampling = SamplingParams(temperature=0, max_tokens=job.get("new_tokens", 24), ignore_eos=True, detokenize=False)
+    inputs: list[Any] = [{"prompt_token_ids": ids} for ids in job["prompts"]]
+    lora = LoRARequest("adapter", 1, job["lora"]) if "lora" in job else None
+    try:
+        # One after the other where a later prompt is to find an earlier one's cache, otherwise as one batch.
+        batches = [[one] for one in inputs] if job.get("in_turn") else [inputs]
+        answers = [answer for batch in batches for answer in llm.generate(batch, sampling, lora_request=lora, use_tqdm=False)]
+        counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()} if job.get("metrics") else {}
+    finally:
+        llm.llm_engine.engine_core.shutdown()
+    return {
+        "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+        "cached": [answer.num_cached_tokens for answer in answers],
+        "preemptions": counters.get("vllm:num_preemptions"),
+        "architectures": llm.llm_engine.vllm_config.model_config.architectures,
+    }
+
+
+def main() -> None:
+    jobs, results = json.loads(Path(sys.argv[1]).read_text()), {}
+    for name, job in jobs.items():
+        start = time.monotonic()
+        try:
+            results[name] = run_job(job)
+        except Exception as error:  # a refusal is a result, and one broken job must not hide the others
+            chain = [error]
+            while chain[-1].__cause__ or chain[-1].__context__:
+                chain.append(chain[-1].__cause__ or chain[-1].__context__)
+            results[name] = {"error": "\n".join(f"{type(e).__name__}: {e}" for e in chain)}
+        results[name]["seconds"] = round(time.monotonic() - start, 1)
+        print(f"### {name}: {results[name]['seconds']} s", flush=True)
+        gc.collect()
+        Path(sys.argv[2]).write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+"""One rank: every family, the scheduler's features, adapters, quantisation, and what is refused. Tokens equal the package's own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from engines import run_jobs
+
+MIXED = (5, 17, 40)
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, dict[str, Any]]:
+    """All engines of this file, and the tokens expected of each."""
+    jobs: dict[str, dict[str, Any]] = {}
+    expected: dict[str, Any] = {}
+
+    def add(name: str, model: Path, reference: Any = None, prompts: list[list[int]] | None = None, **job: Any) -> None:
+        inputs = prompts or tiny.prompts(*MIXED)
+        jobs[name] = {"model": str(model), "prompts": inputs, **job}
+        expected[name] = tiny.greedy(reference or model, inputs)
+
+    ladder = tiny.rewired(folder, "ladder")
+    for family in FAMILIES:
+        add(family, tiny.rewired(folder, "ladder", family))
+    add("hybrid", tiny.rewired(folder, "ladder:1-2"))
+    add("compiled", ladder, engine={"enforce_eager": False})
+    overrides = {"architectures": ["LadderLlamaForCausalLM"], "wiring": "ladder:last-half"}
+    add("overrides", folder / "llama", tiny.rewired(folder, "ladder:last-half"), engine={"hf_overrides": overrides})
+    # 12 blocks of 32 tokens: eight sequences of up to 64 + 24 tokens do not fit, some must give way and come back.
+    small = {"num_gpu_blocks_override": 12, "block_size": 32, "disable_log_stats": False, "enable_prefix_caching": False}
+    add("preemption", ladder, prompts=tiny.prompts(64, 60, 5, 33, 50, 61, 17, 58), engine=small, metrics=True)
+    chunks = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "enable_chunked_prefill": True}
+    add("chunked prefill", ladder, prompts=tiny.prompts(100, 7, 90), engine=chunks)
+    caching = {"enable_prefix_caching": True, "block_size": 32}
+    add("prefix caching", ladder, prompts=tiny.prompts(80, 90, 75, shared=70), engine=caching, in_turn=True)
+    eight_bits = folder / "int8"
+    add("int8", eight_bits, tiny.quantised(eight_bits, ladder))
+
+    def refuse(name: str, model: Path, **job: Any) -> None:
+        jobs[name] = {"model": str(model), "prompts": tiny.prompts(5), **job}
+
+    too_deep = folder / "too-deep"
+    tiny.convert(folder / "llama", too_deep, "ladder")
+    config = json.loads((too_deep / "config.json").read_text())
+    (too_deep / "config.json").write_text(json.dumps(config | {"wiring": "ladder:2-7"}))
+    refuse("wiring of another depth", too_deep)
+    refuse("desync of two ranks", tiny.rewired(folder, "desync-2x@2"))
+    refuse("delayed", tiny.rewired(folder, "delayed-1"))
+    refuse("family that is not served", tiny.rewired(folder, "ladder", "granite"))
+    wrong = {"architectures": ["LadderQwen3ForCausalLM"], "wiring": "ladder"}
+    refuse("override of another family", folder / "llama", engine={"hf_overrides": wrong})
+    unknown = folder / "unknown-quantisation"
+    tiny.convert(folder / "llama", unknown, "ladder")
+    config = json.loads((unknown / "config.json").read_text())
+    (unknown / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "seven-bits"}}))
+    refuse("unknown quantisation", unknown)
+
+    results = run_jobs(folder, jobs)
+    for name, tokens in expected.items():
+        results[name]["expected"] = tokens
+    return results
+
+
+EXACT = [*FAMILIES, "hybrid", "compiled", "overrides", "preemption", "chunked prefill", "prefix caching"]
+
+
+@pytest.mark.parametrize("name", EXACT)
+def test_tokens_equal_the_packages_own(runs: dict[str, dict[str, Any]], name: str) -> None:
+    run = runs[name]
+    assert "error" not in run, run["error"]
+    assert run["tokens"] == run["expected"]
+    assert run["architectures"][0].startswith("Ladder")
+
+
+def test_sequences_were_preempted(runs: dict[str, dict[str, Any]]) -> None:
+    assert runs["preemption"]["preemptions"] > 0
+
+
+def test_a_prefix_was_taken_from_the_cache(runs: dict[str, dict[str, Any]]) -> None:
+    assert runs["prefix caching"]["cached"] == [0, 64, 64]  # two blocks of 32 of the 70 tokens in common
+
+
+def test_int8_weights_and_activations(runs: dict[str, dict[str, Any]]) -> None:
+    """Rounding an activation may fall to either side, so only the beginning of each answer is compared."""
+    run = runs["int8"]
+    assert "error" not in run, run["error"]
+    assert [tokens[:4] for tokens in run["tokens"]] == [tokens[:4] for tokens in run["expected"]]
+
+
+REFUSALS = {
+    "wiring of another depth": "the model has 4 layers",
+    "desync of two ranks": "run with tp=2",
+    "delayed": "delayed-1 is not served with vLLM",
+    "family that is not served": "rewired granite checkpoints are not served",
+    "override of another family": "the checkpoint is a llama",
+    "unknown quantisation": "seven-bits",
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_refused_with_the_reason(runs: dict[str, dict[str, Any]], name: str) -> None:
+    assert REFUSALS[name] in runs[name].get("error", ""), runs[name]
