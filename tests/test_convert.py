@@ -3,13 +3,13 @@ import os
 
 import pytest
 import torch
-from tiny_models import random_ids, tiny_model
 from transformers import AutoModelForCausalLM
 
 from ladder_residual import rewire
 from ladder_residual.convert import convert
 from ladder_residual.inspection import inspect_checkpoint
 from ladder_residual.loading import load_model
+from tiny_models import random_ids, tiny_model
 
 
 @pytest.fixture

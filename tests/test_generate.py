@@ -10,7 +10,8 @@ import time
 import pytest
 from typer.testing import CliRunner
 
-from ladder_residual.cli import _seconds, _split_wirings, app
+from ladder_residual.bench.commands import read_seconds, split_wirings
+from ladder_residual.cli import app
 from ladder_residual.generate import Sampling, complete, load_tokenizer, read_prompts
 from ladder_residual.loading import load_model
 from ladder_residual.parallel import World
@@ -160,6 +161,8 @@ def test_torchrun_is_the_same_as_tp(demo_dir):
         (["convert", "DEMO", "OUT", "--wiring", "laddr"], "did you mean 'ladder'"),
         (["bench", "overlap", "--latency", "5"], "no unit"),
         (["bench", "overlap", "--model", "llama-9"], "unknown preset"),
+        (["bench", "decode", "--batch", "1,x", "--device", "cpu"], "--batch takes whole numbers"),
+        (["bench", "prefill"], "torch sees no CUDA device"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(arguments, named, demo_dir, tmp_path):
@@ -187,11 +190,23 @@ def test_inspect_prints_and_tells_programs(demo_dir):
     assert found["layers"] == 5
 
 
+def test_bench_decode_on_cpu_measures_real_ranks(demo_dir):
+    done = ladder(
+        *("bench", "decode", "--model", demo_dir, "--tp", "2", "--batch", "1,3", "--context", "8"),
+        *("--links", "none,200us", "--wirings", "ladder,desync-2x", "--repeats", "5"),
+    )
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert {(row["batch"], row["wiring"]) for row in result["rows"]} == {
+        (batch, wiring) for batch in (1, 3) for wiring in ("standard", "ladder", "desync-2x", "no-comm")
+    }
+    assert all(row["median_ms"] > 0 for row in result["rows"])
+
+
 def test_small_readers():
-    assert _seconds("500us") == pytest.approx(5e-4)
-    assert _seconds("2ms") == pytest.approx(2e-3)
-    assert _seconds("auto") is None
-    assert _split_wirings("standard,ladder:0,2-3,desync-2x") == ["standard", "ladder:0,2-3", "desync-2x"]
+    assert read_seconds("500us") == pytest.approx(5e-4)
+    assert read_seconds("2ms") == pytest.approx(2e-3)
+    assert read_seconds("auto") is None
+    assert split_wirings("standard,ladder:0,2-3,desync-2x") == ["standard", "ladder:0,2-3", "desync-2x"]
     assert CliRunner().invoke(app, ["--version"]).output.startswith("ladder-residual ")
 
 

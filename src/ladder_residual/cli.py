@@ -10,7 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from .launch import LOST_PEER, USER_ERROR
+from .bench.calibrate import calibrate_command
+from .bench.commands import Device, Dtype, Ranks, bench
+from .launch import LOST_PEER, USER_ERROR, on_ranks
 from .plan.commands import app as plan_app
 from .plan.report_commands import report, reproduction
 from .plan.trace_commands import trace_app
@@ -22,17 +24,14 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-bench = typer.Typer(help="Measure. The last line printed is the whole result as JSON.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+bench.command("calibrate")(calibrate_command)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
 app.command("report")(report)
 app.command("reproduction")(reproduction)
 
 Source = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
-Ranks = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
 WiringOption = Annotated[str | None, typer.Option("--wiring", help="Another wiring than the checkpoint's own.")]
 Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
 Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
@@ -95,23 +94,6 @@ def inspect(source: Source, as_json: Json = False) -> None:
     console.print(table)
 
 
-def _on_ranks(tp: int | None) -> None:
-    """Go on in this process if it is one of ``tp`` ranks; otherwise start them and exit with their code."""
-    from .parallel import launched
-
-    if launched():
-        size = int(os.environ["WORLD_SIZE"])
-        if tp is not None and tp != size:
-            raise ValueError(f"--tp {tp} was given, but the launcher started {size} ranks; drop --tp or make them equal")
-        return
-    if tp is not None and tp < 1:
-        raise ValueError(f"--tp must be at least 1, got {tp}")
-    if tp is not None and tp > 1:
-        from .launch import launch
-
-        raise typer.Exit(launch(sys.argv[1:], tp))
-
-
 @app.command()
 def generate(
     source: Source,
@@ -148,7 +130,7 @@ def generate(
         if tp is not None and tp > 1:
             raise ValueError("--prompt - reads standard input, which only one process has; use --file")
         prompt = sys.stdin.read()
-    _on_ranks(tp)
+    on_ranks(tp)
     from .generate import Sampling, Stopwatch, complete, complete_file, load_tokenizer, read_prompts, with_engine
     from .hf_config import wiring_of
     from .loading import load_model
@@ -233,7 +215,7 @@ def chat(
     timeout: Timeout = 120.0,
 ) -> None:
     """Talk with a model that has a chat template. An empty line or end of input ends it."""
-    _on_ranks(tp)
+    on_ranks(tp)
     from .generate import Sampling, chat_prompt, complete, load_tokenizer, with_engine
     from .loading import load_model
     from .parallel import distributed
@@ -286,99 +268,6 @@ def demo_ranks(workdir: Path) -> None:
     from .demo import rank_main
 
     rank_main(workdir)
-
-
-@bench.command("overlap")
-def bench_overlap(
-    model: Annotated[
-        str, typer.Option(help="Checkpoint directory, or the name of a published shape (random weights).")
-    ] = "ladder-1b",
-    layers: Annotated[int | None, typer.Option(help="Use only so many layers of a published shape.")] = None,
-    wirings: Annotated[str, typer.Option(help="Comma-separated.")] = "standard,ladder",
-    tp: Ranks = 2,
-    latency: Annotated[
-        str, typer.Option(help="Emulated latency of a sum: e.g. 500us, 2ms, 0, or auto (one module's time).")
-    ] = "auto",
-    batch: Annotated[int, typer.Option()] = 1,
-    prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
-    repeats: Annotated[int, typer.Option()] = 30,
-    dtype: Dtype = "float32",
-    device: Device = "auto",
-) -> None:
-    """How much of a slow link each wiring hides: decode steps on real ranks, all wirings in one run."""
-    seconds = _seconds(latency)
-    _on_ranks(tp)
-    from .bench.overlap import run
-    from .parallel import distributed
-
-    with distributed(device) as world:
-        names = [name.strip() for name in _split_wirings(wirings)]
-        result = run(
-            world,
-            source=model,
-            layers=layers,
-            wirings=names,
-            latency=seconds,
-            batch=batch,
-            prompt=prompt,
-            repeats=repeats,
-            dtype=dtype,
-        )
-        if world.is_main:
-            _print_overlap(result)
-            print(json.dumps(result))
-
-
-def _split_wirings(text: str) -> list[str]:
-    """Commas separate wirings and, inside one, layers: a part that begins with a digit belongs to the wiring before it."""
-    names: list[str] = []
-    for part in text.split(","):
-        if names and part.strip()[:1].isdigit():
-            names[-1] += "," + part.strip()
-        else:
-            names.append(part.strip())
-    if not all(names):
-        raise ValueError(f"--wirings {text!r}: an empty name between commas")
-    return names
-
-
-def _seconds(text: str) -> float | None:
-    if text == "auto":
-        return None
-    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-    unit = next((unit for unit in units if text.endswith(unit)), "")
-    try:
-        value = float(text.removesuffix(unit)) * units.get(unit, 1.0)
-    except ValueError:
-        raise ValueError(f"cannot read the latency {text!r}; write e.g. 500us, 2ms, 0 or auto") from None
-    if not unit and value != 0:
-        raise ValueError(f"the latency {text!r} has no unit; write e.g. 500us or 2ms")
-    if not 0 <= value <= 60:
-        raise ValueError(f"a latency is between 0 and 60 s, got {text}")
-    return value
-
-
-def _print_overlap(result: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table("wiring", "ms/step", "p25-p75", "tokens/s", "speed-up", "step / bound", "hidden", title=result["link"])
-    for row in result["rows"]:
-        hidden = row["hidden_percent"]
-        table.add_row(
-            row["wiring"],
-            f"{row['median_ms']:.2f}",
-            f"{row['p25_ms']:.2f}-{row['p75_ms']:.2f}",
-            f"{row['tokens_per_s']:.1f}",
-            f"{row['speedup']:.2f}x",
-            f"{row['over_bound']:.2f}",
-            "" if hidden is None else f"{hidden:.0f} %",
-        )
-    Console(width=110).print(table)
-    print(
-        f"tp {result['tp']}, batch {result['batch']}: compute {result['compute_ms']:.2f} ms, "
-        f"communication {result['communication_ms']:.2f} ms, bound {result['bound_ms']:.2f} ms a step"
-    )
 
 
 def main() -> None:

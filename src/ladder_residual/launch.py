@@ -16,6 +16,21 @@ USER_ERROR = 2  # exit code of a rank that has told the user already
 LOST_PEER = 3  # exit code of a rank that failed because another one did
 
 
+def on_ranks(tp: int | None) -> None:
+    """Go on in this process if it is one of ``tp`` ranks; otherwise start them with this command line and exit with their code."""
+    from .parallel import launched
+
+    size = launched()
+    if size > 1:
+        if tp is not None and tp != size:
+            raise ValueError(f"--tp {tp} was given, but the launcher started {size} ranks; drop --tp or make them equal")
+        return
+    if tp is not None and tp < 1:
+        raise ValueError(f"--tp must be at least 1, got {tp}")
+    if tp is not None and tp > 1:
+        raise SystemExit(launch(sys.argv[1:], tp))
+
+
 def launch(arguments: Sequence[str], ranks: int) -> int:
     """Run ``python -m ladder_residual ARGUMENTS`` on ``ranks`` processes; the exit code for the shell."""
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

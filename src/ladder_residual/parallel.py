@@ -93,9 +93,9 @@ class World:
         return store.get(key).decode()
 
 
-def launched() -> bool:
-    """Whether a launcher (torchrun) started this process as one of several."""
-    return int(os.environ.get("WORLD_SIZE", "1")) > 1
+def launched() -> int:
+    """How many processes the launcher (torchrun) started this one among; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def _local_device(kind: str) -> torch.device:
@@ -121,7 +121,7 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
     where = _local_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
-    if not launched():
+    if launched() == 1:
         yield World(device=where)
         return
     backend = "nccl" if where.type == "cuda" else "gloo"

@@ -1,0 +1,281 @@
+"""``ladder bench ...``: parse, call, print. The last line printed is the whole result as JSON; torch is imported inside."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from ..launch import on_ranks
+
+bench = typer.Typer(help="Measure. The last line printed is the whole result as JSON.", no_args_is_help=True)
+
+Ranks = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.")]
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
+Shape = Annotated[
+    str, typer.Option("--model", help="Name of a published shape (random weights), or on CPU a checkpoint directory.")
+]
+Layers = Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")]
+Wirings = Annotated[str, typer.Option(help="Comma-separated, e.g. standard,ladder:last-half,ladder.")]
+Links = Annotated[
+    str, typer.Option(help="Emulated all-reduce: none, 24us, h200-nccl, 'alpha=12,beta=90'; separate several with ';'.")
+]
+Repeats = Annotated[int, typer.Option(help="Measured runs per case.")]
+
+
+@bench.command("overlap")
+def bench_overlap(
+    model: Shape = "ladder-1b",
+    layers: Layers = None,
+    wirings: Wirings = "standard,ladder",
+    tp: Ranks = 2,
+    latency: Annotated[
+        str, typer.Option(help="Emulated latency of a sum: e.g. 500us, 2ms, 0, or auto (one module's time).")
+    ] = "auto",
+    batch: Annotated[int, typer.Option()] = 1,
+    prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
+    repeats: Repeats = 30,
+    dtype: Dtype = "float32",
+    device: Device = "auto",
+) -> None:
+    """How much of a slow link each wiring hides: decode steps on real ranks, all wirings in one run."""
+    seconds = read_seconds(latency)
+    names = split_wirings(wirings)
+    on_ranks(tp)
+    from ..parallel import distributed
+    from .overlap import run
+
+    with distributed(device) as world:
+        result = run(
+            world,
+            source=model,
+            layers=layers,
+            wirings=names,
+            latency=seconds,
+            batch=batch,
+            prompt=prompt,
+            repeats=repeats,
+            dtype=dtype,
+        )
+        if world.is_main:
+            _print_overlap(result)
+            print(json.dumps(result))
+
+
+@bench.command("decode")
+def bench_decode(
+    model: Shape = "llama-3-70b",
+    layers: Layers = None,
+    tp: Ranks = 8,
+    batch: Annotated[str, typer.Option(help="Comma-separated.")] = "1",
+    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1280,
+    wirings: Wirings = "standard,ladder,parallel,desync-2x,no-comm",
+    links: Links = "none;24us",
+    schedule: Annotated[str, typer.Option(help="Of ladder: one lane, two lanes, or auto (measured).")] = "auto",
+    repeats: Repeats = 40,
+    device: Device = "auto",
+) -> None:
+    """Decode steps. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
+    names, batches = split_wirings(wirings), _whole_numbers(batch, "batch")
+    if not _on_gpu(device):
+        on_ranks(tp)
+        _print_result(_decode_on_cpu(model, layers, batches, context, names, links, repeats))
+        return
+    from .gpu import bench_decode as run
+
+    options: dict[str, Any] = {"batches": batches, "context": context, "schedule": schedule, "layers": layers}
+    _print_result(run(model=model, tp=tp or 1, wirings=names, links=_split_links(links), repeats=repeats, **options))
+
+
+@bench.command("prefill")
+def bench_prefill(
+    model: Shape = "llama-3-70b",
+    layers: Layers = None,
+    tp: Ranks = 8,
+    batch: Annotated[int, typer.Option()] = 1,
+    prompt: Annotated[int, typer.Option()] = 1024,
+    wirings: Wirings = "standard,ladder",
+    links: Links = "none;500us",
+    repeats: Repeats = 5,
+) -> None:
+    """Time to the first token on the CUDA engine (emulated rank when tp > 1)."""
+    _need_gpu("prefill")
+    from .gpu import bench_prefill as run
+
+    options: dict[str, Any] = {"batch": batch, "prompt": prompt, "layers": layers, "repeats": repeats}
+    _print_result(run(model=model, tp=tp or 1, wirings=split_wirings(wirings), links=_split_links(links), **options))
+
+
+@bench.command("e2e")
+def bench_e2e(
+    model: Shape = "llama-3-70b",
+    layers: Layers = None,
+    tp: Ranks = 8,
+    batch: Annotated[int, typer.Option()] = 1,
+    prompt: Annotated[int, typer.Option()] = 1024,
+    new: Annotated[int, typer.Option(help="Tokens generated.")] = 512,
+    wirings: Wirings = "standard,ladder",
+    links: Links = "24us",
+    repeats: Repeats = 3,
+) -> None:
+    """Prompt to last token on the CUDA engine (emulated rank when tp > 1): the paper's measure."""
+    _need_gpu("e2e")
+    from .gpu import bench_e2e as run
+
+    options: dict[str, Any] = {"batch": batch, "prompt": prompt, "new": new, "layers": layers, "repeats": repeats}
+    _print_result(run(model=model, tp=tp or 1, wirings=split_wirings(wirings), links=_split_links(links), **options))
+
+
+@bench.command("peers")
+def bench_peers(
+    model: Shape = "llama-3.1-8b",
+    layers: Layers = None,
+    context: Annotated[int, typer.Option()] = 1100,
+    repeats: Repeats = 40,
+) -> None:
+    """One GPU, whole model, batch 1: the CUDA engine beside what a user would have otherwise, in one run."""
+    _need_gpu("peers")
+    from .gpu_peers import bench_peers as run
+
+    _print_result(run(model=model, context=context, repeats=repeats, layers=layers))
+
+
+def _on_gpu(device: str) -> bool:
+    if device not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"unknown device {device!r}; choose auto, cpu or cuda")
+    if device == "cpu":
+        return False
+    import torch
+
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    return torch.cuda.is_available()
+
+
+def _need_gpu(name: str) -> None:
+    if not _on_gpu("auto"):
+        raise ValueError(
+            f"bench {name} measures the CUDA engine and torch sees no CUDA device; `ladder bench decode` runs on CPUs"
+        )
+
+
+def _decode_on_cpu(
+    model: str, layers: int | None, batches: list[int], context: int, wirings: list[str], links: str, repeats: int
+) -> dict[str, Any] | None:
+    """The same table from real ranks over this host's link, each emulated latency added to it."""
+    from ..parallel import distributed
+    from .overlap import run
+
+    if "parallel" in wirings:
+        raise ValueError("parallel needs weights of its own; on CPU the wirings share one model: leave it out")
+    seconds = [0.0 if link in ("none", "0") else read_seconds(link) for link in _split_links(links)]
+    with distributed("cpu") as world:
+        parts = [
+            run(
+                world,
+                source=model,
+                layers=layers,
+                wirings=wirings,
+                latency=latency,
+                batch=batch,
+                prompt=context,
+                repeats=repeats,
+            )
+            for batch in batches
+            for latency in seconds
+        ]
+        rows = [{"batch": part["batch"], "link": part["link"], **row} for part in parts for row in part["rows"]]
+        return {**parts[0], "benchmark": "decode", "rows": rows} if world.is_main else None
+
+
+def _print_result(result: dict[str, Any] | None) -> None:
+    """A table of the rows, then everything as one JSON line."""
+    if result is None:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    title = " ".join(str(result[key]) for key in ("benchmark", "model") if key in result) + f", tp {result.get('tp', 1)}"
+    columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], dict)))
+    table = Table(*columns, title=title + (" (emulated)" if result.get("emulated") else ""))
+    for row in result["rows"]:
+        table.add_row(*[_cell(row.get(column)) for column in columns])
+    Console(width=160).print(table)
+    print(json.dumps(result))
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def _whole_numbers(text: str, option: str) -> list[int]:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) < 10**7 for part in parts):
+        raise ValueError(f"--{option} takes whole numbers above 0 with commas between, such as 1,4,16; got {text!r}")
+    return [int(part) for part in parts]
+
+
+def _split_links(text: str) -> list[str]:
+    """``;`` separates links always; ``,`` does too where no link has one inside."""
+    parts = text.split(";" if ";" in text or "=" in text else ",")
+    links = [part.strip() for part in parts]
+    if not all(links):
+        raise ValueError(f"--links {text!r}: an empty name between separators")
+    return links
+
+
+def split_wirings(text: str) -> list[str]:
+    """Commas separate wirings and, inside one, layers: a part that begins with a digit belongs to the wiring before it."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and part.strip()[:1].isdigit():
+            names[-1] += "," + part.strip()
+        else:
+            names.append(part.strip())
+    if not all(names):
+        raise ValueError(f"--wirings {text!r}: an empty name between commas")
+    return names
+
+
+def read_seconds(text: str) -> float | None:
+    """``500us``, ``2ms``, ``0``; None for ``auto``."""
+    if text == "auto":
+        return None
+    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+    unit = next((unit for unit in units if text.endswith(unit)), "")
+    try:
+        value = float(text.removesuffix(unit)) * units.get(unit, 1.0)
+    except ValueError:
+        raise ValueError(f"cannot read the latency {text!r}; write e.g. 500us, 2ms, 0 or auto") from None
+    if not unit and value != 0:
+        raise ValueError(f"the latency {text!r} has no unit; write e.g. 500us or 2ms")
+    if not 0 <= value <= 60:
+        raise ValueError(f"a latency is between 0 and 60 s, got {text}")
+    return value
+
+
+def _print_overlap(result: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("wiring", "ms/step", "p25-p75", "tokens/s", "speed-up", "step / bound", "hidden", title=result["link"])
+    for row in result["rows"]:
+        hidden = row["hidden_percent"]
+        table.add_row(
+            row["wiring"],
+            f"{row['median_ms']:.2f}",
+            f"{row['p25_ms']:.2f}-{row['p75_ms']:.2f}",
+            f"{row['tokens_per_s']:.1f}",
+            f"{row['speedup']:.2f}x",
+            f"{row['over_bound']:.2f}",
+            "" if hidden is None else f"{hidden:.0f} %",
+        )
+    Console(width=110).print(table)
+    print(
+        f"tp {result['tp']}, batch {result['batch']}: compute {result['compute_ms']:.2f} ms, "
+        f"communication {result['communication_ms']:.2f} ms, bound {result['bound_ms']:.2f} ms a step"
+    )
