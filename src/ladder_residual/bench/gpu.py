@@ -69,7 +69,6 @@ def bench_decode(
     schedule: str = "auto",
     repeats: int = 40,
     layers: int | None = None,
-    link_table: str | None = None,
     shard: Shard | None = None,
 ) -> dict[str, Any]:
     """Time of one decode step at ``context`` for every (batch, link, wiring); the no-communication bound comes with each batch."""
@@ -80,7 +79,7 @@ def bench_decode(
     for batch in batches:
         bound: float | None = None
         for link_name in dict.fromkeys(("none", *links)):
-            link = parse_link(link_name, tp=tp, table=link_table)
+            link = parse_link(link_name, tp=tp)
             baseline: float | None = None
             for wiring in wirings if link_name in links else ("standard",):
                 if wiring == "no-comm" and link_name != "none":
@@ -140,7 +139,7 @@ def bench_prefill(
     rows = []
     tokens = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
     for link_name in links:
-        link = parse_link(link_name, tp=tp, table=link_table)
+        link = parse_link(link_name, tp=tp)
         baseline = None
         for wiring in wirings:
             engine = shard.engine(wiring, link, batch=batch, max_context=prompt + 16, schedule="one")
@@ -167,14 +166,14 @@ def bench_prefill(
 def bench_e2e(
     *, model: str = "llama-3-70b", tp: int = 8, batch: int = 1, prompt: int = 1024, new: int = 512,
     wirings: Sequence[str] = ("standard", "ladder"), links: Sequence[str] = ("24us",), repeats: int = 3, layers: int | None = None,
-    link_table: str | None = None, shard: Shard | None = None,
+    shard: Shard | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Prompt to last token, greedy, tokens chosen on the device: the paper's measure (tokens/s counts generated tokens)."""
     shard = shard or Shard(model, tp, layers=layers)
     rows = []
     prompts = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
     for link_name in links:
-        link = parse_link(link_name, tp=tp, table=link_table)
+        link = parse_link(link_name, tp=tp)
         baseline = None
         for wiring in wirings:
             engine = shard.engine(wiring, link, batch=batch, max_context=prompt + new + 8)

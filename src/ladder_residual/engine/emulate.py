@@ -1,7 +1,8 @@
 """Emulated links: how long an all-reduce of so many bytes lasts on a machine we do not have.
 
-``parse_link("24us")``, ``parse_link("alpha=12,beta=90")`` (microseconds, GB/s), ``parse_link("h200-nccl", tp=8)`` (measured table),
-``parse_link("none")``. Whatever is timed with one of these is an *emulated* result and must be labelled so.
+``parse_link("24us")``, ``parse_link("alpha=12,beta=90")`` (microseconds and GB/s), ``parse_link("h200_sxm-nccl", tp=8)`` (measured
+points of ``data/plan/allreduce.csv``), ``parse_link("none")``. Whatever is timed with one of these is an *emulated* result and must
+be labelled so.
 """
 
 from __future__ import annotations
@@ -9,19 +10,11 @@ from __future__ import annotations
 import csv
 import re
 from bisect import bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
+from importlib import resources
 
-LINK_FORMS = "none, 24us, alpha=12,beta=90 (microseconds and GB/s), or a table name such as h200-nccl with its CSV"
-# name -> (the table's `file`, its `kernel_source`); the newest measurement of each
-TABLES = {
-    "h200-nccl": ("h200_sxm_nccl_2.26.2_nccl", "NCCL"),
-    "h100-nccl": ("h100_sxm_nccl_2.27.3_nccl", "NCCL"),
-    "h200-vllm": ("h200_sxm_vllm_0.24.0_custom_allreduce", "vLLM_custom_graph"),
-    "h200-trtllm": ("h200_sxm_trtllm_1.3.0rc20_custom_allreduce", "TRTLLM"),
-    "h200-sglang": ("h200_sxm_sglang_0.5.14_custom_allreduce", "SGLang_CustomAllReduce_graph"),
-}
+LINK_FORMS = "none, 24us, alpha=12,beta=90 (microseconds and GB/s), or a measured table such as h200_sxm-nccl"
 
 
 @dataclass(frozen=True)
@@ -50,37 +43,35 @@ class Link:
         return self.microseconds(1) == 0 and self.microseconds(1 << 30) == 0
 
 
-def parse_link(text: str, *, tp: int = 8, table: str | Path | None = None) -> Link:
-    """``table``: CSV with columns file, kernel_source, num_gpus, bytes, us, for the named links."""
+def parse_link(text: str, *, tp: int = 8) -> Link:
     text = text.strip().lower()
     if text in ("none", "0", "0us"):
         return Link("none", (), ())
     if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*us", text):
         return Link(text, (), (), alpha=float(match[1]))
-    if match := re.fullmatch(r"alpha=([0-9.]+),\s*beta=([0-9.]+)", text):
+    if match := re.fullmatch(r"alpha=([0-9]+(?:\.[0-9]+)?),\s*beta=([0-9]+(?:\.[0-9]+)?)", text):
+        if float(match[2]) == 0:
+            raise ValueError(f"link {text!r:.60}: beta is a bandwidth in GB/s and must be above 0")
         return Link(text, (), (), alpha=float(match[1]), microseconds_per_byte=1e-3 / float(match[2]))
-    if text in TABLES:
-        if table is None:
-            raise ValueError(f"link {text!r} is a measured table: pass the path of its CSV")
-        return _read_table(text, tp, Path(table))
-    raise ValueError(f"unknown link {text!r:.60}; write {LINK_FORMS}; tables: {', '.join(TABLES)}")
+    tables = measured_links()
+    name = next((full for full in (text, text.replace("-", "_sxm-", 1)) if any(full == key[0] for key in tables)), None)
+    if name is None:
+        known = sorted({key[0] for key in tables})
+        raise ValueError(f"unknown link {text!r:.60}; write {LINK_FORMS}; tables: {', '.join(known)}")
+    if (name, tp) not in tables:
+        raise ValueError(
+            f"link {name} was not measured on {tp} GPUs, only on {sorted(n for full, n in tables if full == name)}"
+        )
+    points = tables[name, tp]
+    return Link(name, tuple(size for size, _ in points), tuple(time for _, time in points))
 
 
-def _read_table(name: str, tp: int, path: Path) -> Link:
-    file, source = TABLES[name]
-    points: dict[int, float] = {}
-    counts = set()
-    with path.open(newline="") as handle:
-        for row in csv.DictReader(handle):
-            if row["file"] == file and row["kernel_source"] == source:
-                counts.add(int(row["num_gpus"]))
-                if int(row["num_gpus"]) == tp:
-                    points[int(row["bytes"])] = float(row["us"])
-    if not points:
-        raise ValueError(f"{path} has no {name} points for {tp} GPUs; it has {sorted(counts) or 'none at all'}")
-    sizes = sorted(points)
-    return Link(name, tuple(sizes), tuple(points[size] for size in sizes))
-
-
-def describe(links: Sequence[Link]) -> str:
-    return ", ".join(link.name for link in links)
+@cache
+def measured_links() -> dict[tuple[str, int], tuple[tuple[int, float], ...]]:
+    """(device-library, GPUs) -> (bytes, microseconds) in ascending order."""
+    rows = resources.files("ladder_residual").joinpath("data/plan/allreduce.csv").read_text().splitlines()
+    found = {}
+    for row in csv.DictReader(rows):
+        points = [(int(size), float(time)) for size, time in row.items() if size.isdigit() and time]
+        found[f"{row['device']}-{row['library']}", int(row["gpus"])] = tuple(sorted(points))
+    return found
