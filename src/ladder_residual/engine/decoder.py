@@ -24,7 +24,7 @@ from .execute import Executor, Ops
 from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
 from .prefill_ops import PrefillOps
-from .reducers import make_reducer
+from .reducers import NcclReducer, make_reducer
 from .schedule import Plan, can_run_two_lanes, plan_steps
 from .spec import EngineSpec, RankSizes
 from .streams import CudaStreams
@@ -85,7 +85,7 @@ class DecodeEngine:
             raise ValueError(f"lengths must be {batch} numbers from 1 to {steps}, got {lengths.tolist()}")
         ops = PrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
         ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
-        executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps)
+        executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps, prefill=True)
         executor.run(input_ids.to(self.device), self._logits)
         self.cache.set_lengths(lengths.to(self.device))
         self._length = int(lengths.max())
@@ -145,9 +145,16 @@ class DecodeEngine:
             return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
         return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
 
-    def _executor(self, plan: Plan, ops: Ops, rows: int) -> Executor:
+    def _executor(self, plan: Plan, ops: Ops, rows: int, *, prefill: bool = False) -> Executor:
+        reducer, priorities = self.reducer, self._priorities
+        if prefill:
+            # sums go first when a multiprocessor frees up: a matrix product leaves them none until it ends
+            priorities = (0, -5)
+            if reducer.name == "symm":  # symmetric buffers are set up with all ranks: not for every new prompt length
+                assert self._groups is not None
+                reducer = NcclReducer(self._groups)
         return Executor(
-            plan, ops, self.reducer, CudaStreams(self.device, priorities=self._priorities), rows=rows, hidden=self.sizes.hidden,
+            plan, ops, reducer, CudaStreams(self.device, priorities=priorities), rows=rows, hidden=self.sizes.hidden,
             tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device, pdl_across_waits=self._across,
         )  # fmt: skip
 
@@ -165,7 +172,7 @@ class DecodeEngine:
             for candidate in tiles:
                 graph, executor = self._capture(plan_steps(self.wiring, lanes=count), candidate)
                 if len(lanes) * len(tiles) > 1:
-                    time_ms = median(self._time_steps(graph, context))
+                    time_ms = self._slowest_rank(median(self._time_steps(graph, context)))
                     self.step_ms[count] = min(time_ms, self.step_ms.get(count, time_ms))
                 else:
                     time_ms = 0.0
@@ -176,6 +183,14 @@ class DecodeEngine:
         assert best is not None
         self.reset()
         return best[1]
+
+    def _slowest_rank(self, time_ms: float) -> float:
+        """Ranks must choose alike: different schedules would issue their collectives in different orders and hang."""
+        if self.sizes.tp == 1 or self._groups is None:
+            return time_ms
+        slowest = torch.tensor([time_ms], device=self.device)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._groups[0])
+        return float(slowest)
 
     def _time_steps(self, graph: torch.cuda.CUDAGraph, context: int, repeats: int = 12) -> list[float]:
         times = []
