@@ -63,12 +63,27 @@ def link_toml(name: str, samples: Sequence[tuple[float, float]], ranks: int, sou
     )
 
 
-def device_toml(name: str, *, memory_gb: float, read_gbs: float, tflops: float, source: str) -> str:
+def device_toml(
+    name: str,
+    *,
+    memory_gb: float,
+    read_gbs: float,
+    tflops: float,
+    source: str,
+    batched_read_share: float = 1.0,
+    engine: str = "",
+    module_us: float = 0.0,
+    module_us_batched: float = 0.0,
+) -> str:
     """A [devices.NAME] table; measured rates are what is achieved, so their shares are 1."""
-    return (
+    text = (
         f"[devices.{name}]\ntitle = {_quoted(source)}\nmemory_gb = {memory_gb:.4g}\nbandwidth_gbs = {read_gbs:.5g}\n"
         f"tflops = {tflops:.4g}\nbandwidth_share = 1.0\nflop_share = 1.0\n"
+        f"batched_read_share = {batched_read_share:.4g}\n"
     )
+    if engine:
+        text += f"engine = {_quoted(engine)}\nmodule_us = {module_us:.4g}\nmodule_us_batched = {module_us_batched:.4g}\n"
+    return text
 
 
 def _dot(a: Sequence[float], b: Sequence[float]) -> float:

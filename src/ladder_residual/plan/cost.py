@@ -32,6 +32,7 @@ class EngineProfile:
     module_us_batched: float
     attention_share: float
     multiply_share: float = 1.0
+    adds_up: bool = False
     lane_overlap: float = 0.0  # 0: the engine has no two-lane schedule
     kv_reads_per_head: bool = False
     static_cache: bool = False
@@ -189,6 +190,10 @@ class RankCost:
 
     def _product(self, rows: int, inner: float, columns: float) -> Work:
         read = DTYPE_BYTES * (inner * columns + rows * (inner + columns)) / self._bandwidth()
+        if rows > 1:
+            read /= self.device.batched_read_share
+        if self.engine.adds_up:
+            return Work(memory_us=read, flop_us=2.0 * rows * inner * columns / self._flop_rate())
         multiply = 2.0 * (rows + TILE_ROWS) * inner * columns / self._flop_rate()
         return Work(memory_us=read) if read >= multiply else Work(flop_us=multiply)
 

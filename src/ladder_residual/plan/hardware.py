@@ -29,8 +29,11 @@ class Device:
     tflops: float
     bandwidth_share: float = 0.96
     flop_share: float = 0.79
+    batched_read_share: float = 1.0  # of that bandwidth, what products of more than one row reach
     allreduce: str = ""  # the device's name in the all-reduce table, if it was measured
     engine: str = ""  # the engine profile this device implies (CPU hosts)
+    module_us: float = 0.0  # gaps of a module as measured on this device, batch 1 and larger; 0: those of the engine profile
+    module_us_batched: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ..config import Wiring
@@ -167,7 +167,7 @@ def make_cases(
     hardware = hardware or shipped()
     name, shape = (model.family, model) if isinstance(model, ModelShape) else resolve_model(model)
     place = hardware.device(device)
-    profile = engine(engine_name or place.engine or DEFAULT_ENGINE)
+    profile = engine_on(place, engine_name)
     links = [hardware.link(one, place) for one in link]
     if not (tp and link and batch):
         raise ValueError("give at least one tp, one link and one batch")
@@ -181,6 +181,13 @@ def make_cases(
         case.rank()  # refuses a tp that does not divide the model
         case.link.us(1024, case.tp)  # refuses a tp the link was not measured on
     return cases
+
+
+def engine_on(device: Device, name: str | None = None) -> EngineProfile:
+    """The engine profile; a device that was calibrated with it brings its own gaps."""
+    profile = engine(name or device.engine or DEFAULT_ENGINE)
+    measured = {key: getattr(device, key) for key in ("module_us", "module_us_batched") if getattr(device, key)}
+    return replace(profile, **measured) if profile.name == device.engine else profile
 
 
 def evaluate(name: str, case: Case) -> PlanRow:

@@ -48,13 +48,14 @@ def trace_recorded(
     as_json: Json = False,
 ) -> None:
     """Record a decode step of every wiring on real ranks with torch.profiler."""
-    from ..cli import _on_ranks, _seconds, _split_wirings
+    from ..bench.commands import read_seconds, split_wirings
+    from ..launch import on_ranks
 
-    names, seconds = _split_wirings(wirings), _seconds(latency)
+    names, seconds = split_wirings(wirings), read_seconds(latency)
     if seconds is None:
         raise ValueError("a recorded run needs a latency in numbers, such as 3ms, or 0 for the link as it is")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own notes of its start and end; read as torch is loaded
-    _on_ranks(tp)
+    on_ranks(tp)
     from ..parallel import distributed
     from ..trace_run import record
 

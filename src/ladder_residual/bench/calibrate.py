@@ -1,0 +1,187 @@
+"""``ladder bench calibrate``: this host as a device and a link of ``ladder plan``, measured.
+
+    ladder bench calibrate --tp 2 -o my-host.toml
+    ladder plan --model llama-3.1-8b --hardware my-host.toml --device here --link here --tp 2
+
+The constants come from products, from sums, and from decode steps without communication; a step of another batch and one with
+communication are predicted with them and printed beside what they took.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..launch import on_ranks
+
+if TYPE_CHECKING:
+    from ..parallel import World
+    from ..plan.hardware import Hardware
+    from ..presets import ModelShape
+    from .calibrate_measure import Sizes
+
+CALIBRATED_BATCHES = (1, 4)  # the gaps of a module with one row, and with more
+CHECKED_BATCH = 8
+
+
+def calibrate_command(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The TOML file to write, for `ladder plan --hardware`.")],
+    tp: Annotated[
+        int | None, typer.Option("--tp", help="Ranks that measure together; from 2 on their link is measured too.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the device and of the link in the file.")] = "here",
+    dtype: Annotated[
+        str, typer.Option(help="auto (float32 on a CPU, bfloat16 on CUDA), float32, bfloat16 or float16.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Measure this host and write it as a device and a link of `ladder plan`."""
+    check_name(name)
+    on_ranks(tp)
+    from ..parallel import distributed
+
+    with distributed(device) as world:
+        result = calibrate(world, name=name, dtype=dtype)
+        if not world.is_main:
+            return
+        text = result.pop("toml")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text)
+        except OSError as error:
+            raise ValueError(f"cannot write {out}: {error.strerror}") from error
+        print(text)
+        for row in result["checks"]:
+            print(
+                f"check: a {row['wiring']} step of {result['step_model']}, batch {row['batch']}: measured {row['measured_ms']:.2f} ms, "
+                f"planned {row['planned_ms']:.2f} ms ({row['error_percent']:+.0f} %)"
+            )
+        link = f" --link {name}" if world.size > 1 else ""
+        print(f"wrote {out}; use it: ladder plan --model llama-3.1-8b --hardware {out} --device {name}{link} --tp {world.size}")
+        print(json.dumps(result))
+
+
+def check_name(name: str) -> None:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,40}", name):
+        raise ValueError(f"--name is lower-case letters, digits and '-', at most 41 of them; got {name!r}")
+
+
+def calibrate(
+    world: World, *, name: str = "here", dtype: str = "auto", shape: ModelShape | None = None, sizes: Sizes | None = None
+) -> dict[str, Any]:
+    """Measure, fit, check. Every rank takes part; the result (with the file as ``toml``) is the same on all."""
+    from ..loading import DTYPES
+    from ..plan.calibration import device_toml, link_toml
+    from .calibrate_measure import measure_link, measure_rates, measure_step, step_model, step_shape
+    from .overlap import environment
+
+    check_name(name)
+    if dtype == "auto":
+        dtype = "float32" if world.device.type == "cpu" else "bfloat16"
+    if dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}; choose auto or one of {', '.join(DTYPES)}")
+    kind = DTYPES[dtype]
+    facts = environment()
+    ranks = f"{world.size} rank{'s' if world.size > 1 else ''} at once"
+    about = f"{_processor(world, facts)}, {ranks}, {dtype}, {facts['date']}, torch {facts['torch']}"
+    if kind.itemsize != 2:
+        about += f" (a number of {kind.itemsize} bytes counts as the planner's 2)"
+
+    rates = measure_rates(world, kind, sizes)
+    table: dict[str, Any] = {**asdict(rates), "source": f"measured: {about}"}
+    samples = measure_link(world, kind) if world.size > 1 else []
+    link = "\n" + link_toml(name, samples, world.size, f"measured: {about}") if samples else ""
+    checks: list[dict[str, Any]] = []
+    shape = shape or step_shape()
+    if world.device.type == "cpu":  # on a GPU the gaps are those of the engine, not of the eager model timed here
+        table["engine"] = "cpu"
+        hardware = read_toml(device_toml(name, **table) + link)
+        model = step_model(world, kind, shape)
+        for batch, field in zip(CALIBRATED_BATCHES, ("module_us", "module_us_batched"), strict=True):
+            measured = measure_step(world, model, "no-comm", batch)
+            table[field] = fitted_gap(hardware, name, shape, world.size, batch, measured)
+        hardware = read_toml(device_toml(name, **table) + link)
+        for wiring in ("no-comm", *(("standard", "ladder") if samples else ())):
+            measured = measure_step(world, model, wiring, CHECKED_BATCH)
+            planned = planned_ms(hardware, name, shape, world.size, CHECKED_BATCH, wiring)
+            error = 100 * (planned / measured - 1)
+            checks.append(
+                {
+                    "wiring": wiring,
+                    "batch": CHECKED_BATCH,
+                    "measured_ms": measured,
+                    "planned_ms": planned,
+                    "error_percent": error,
+                }
+            )
+    return {
+        "benchmark": "calibrate",
+        "toml": f"# Written by `ladder bench calibrate`.\n{device_toml(name, **table)}{link}",
+        "name": name,
+        "tp": world.size,
+        "dtype": dtype,
+        "device": table,
+        "link_samples_us": [[size, us] for size, us in samples],
+        "step_model": f"{shape.num_layers} layers of {shape.hidden_size}",
+        "checks": checks,
+        **facts,
+    }
+
+
+def _processor(world: World, facts: dict[str, Any]) -> str:
+    if world.device.type == "cpu":
+        return str(facts["machine"])
+    import torch
+
+    return torch.cuda.get_device_name(world.device)
+
+
+def read_toml(text: str) -> Hardware:
+    """The shipped hardware and what ``text`` adds, as ``--hardware`` would read it."""
+    import tempfile
+
+    from ..plan.hardware import shipped
+
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "hardware.toml"
+        file.write_text(text)
+        return shipped().extended(file)
+
+
+def _case(hardware: Hardware, name: str, shape: ModelShape, tp: int, batch: int, *, quiet: bool) -> Any:
+    from ..plan.hardware import Link
+    from ..plan.planner import Case, engine_on
+    from .calibrate_measure import STEP_PROMPT
+
+    device = hardware.device(name)
+    link = Link(name="none", title="none") if quiet else hardware.link(name, device)
+    return Case(
+        model=shape,
+        device=device,
+        link=link,
+        engine=engine_on(device),
+        tp=tp,
+        batch=batch,
+        prompt=STEP_PROMPT,
+        new=2,
+        real_ranks=not quiet,
+    )
+
+
+def fitted_gap(hardware: Hardware, name: str, shape: ModelShape, tp: int, batch: int, measured_ms: float) -> float:
+    """Microseconds of gaps in a module that explain a step without communication."""
+    from ..plan.calibration import with_measured_step
+
+    case = _case(hardware, name, shape, tp, batch, quiet=True)
+    profile = with_measured_step(case, case.decode_phase(), measured_ms)
+    return max(0.1, profile.module_us if batch == 1 else profile.module_us_batched)  # 0 in the file would mean: not measured
+
+
+def planned_ms(hardware: Hardware, name: str, shape: ModelShape, tp: int, batch: int, wiring: str) -> float:
+    case = _case(hardware, name, shape, tp, batch, quiet=wiring == "no-comm")
+    return case.timeline(wiring, case.decode_phase()).us / 1e3

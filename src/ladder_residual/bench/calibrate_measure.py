@@ -1,0 +1,130 @@
+"""What ``ladder bench calibrate`` times: reading, multiplying, whole steps, and sums over the link.
+
+With several ranks all of them measure at once, as they will compute at once, and the slowest counts; of the repeats the best
+counts, as other programs only ever slow a host down. The planner reckons with numbers of 2 bytes; with wider ones its bytes are
+scaled (``UNIT_BYTES``), so that its times come out right.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ..parallel import World
+from ..plan.cost import DTYPE_BYTES as UNIT_BYTES
+from ..presets import ModelShape
+from ..reduce import Reducer
+from .overlap import COMPUTE, _agree, _Decoder, _sync, random_model
+
+MESSAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
+FEW_ROWS = 4
+BACK_TO_BACK = 8  # sums in a row, so that ranks that leave the barrier at different times do not count
+STEP_MODEL, STEP_LAYERS, STEP_PROMPT = "ladder-1b", 4, 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is read and multiplied: enough to leave the caches, not more."""
+
+    matrix: int  # rows and columns of a square matrix
+    matrices: int
+    rows: int  # of the product that is limited by multiplying
+
+
+SIZES = {"cpu": Sizes(2048, 12, 512), "cuda": Sizes(8192, 16, 8192)}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Of one rank, in the planner's units."""
+
+    memory_gb: float
+    read_gbs: float
+    tflops: float
+    batched_read_share: float
+
+
+def _best_seconds(call: Callable[[], object], world: World, repeats: int) -> float:
+    call()
+    times = []
+    for _ in range(repeats):
+        _sync(world.device)
+        world.barrier()
+        start = time.perf_counter()
+        call()
+        _sync(world.device)
+        times.append(time.perf_counter() - start)
+    return min(_agree(times, world))
+
+
+@torch.inference_mode()
+def measure_rates(world: World, dtype: torch.dtype, sizes: Sizes | None = None, repeats: int = 15) -> Rates:
+    """Matrix times vector (a decode step reads every weight once) and matrix times matrix."""
+    sizes = sizes or SIZES[world.device.type]
+    n = sizes.matrix
+    weights = [torch.randn(n, n, device=world.device).to(dtype) for _ in range(sizes.matrices)]
+    vector, few, block = (torch.randn(rows, n, device=world.device).to(dtype) for rows in (1, FEW_ROWS, sizes.rows))
+    reading = _best_seconds(lambda: [F.linear(vector, weight) for weight in weights], world, repeats)
+    batched = _best_seconds(lambda: [F.linear(few, weight) for weight in weights], world, repeats)
+    # On a CPU core a product of few rows reads, then multiplies; a GPU hides the one behind the other.
+    few_share = FEW_ROWS / sizes.rows if world.device.type == "cpu" else 0.0
+    multiplying = _best_seconds(lambda: F.linear(block, weights[0]), world, repeats)
+    return Rates(
+        memory_gb=_memory_bytes(world) * UNIT_BYTES / dtype.itemsize / 1e9,
+        read_gbs=UNIT_BYTES * n * n * len(weights) / reading / 1e9,
+        tflops=2 * sizes.rows * n * n / multiplying / 1e12,
+        batched_read_share=min(1.0, reading / max(reading, batched - len(weights) * multiplying * few_share)),
+    )
+
+
+def _memory_bytes(world: World) -> float:
+    if world.device.type == "cuda":
+        return torch.cuda.mem_get_info(world.device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.size  # the ranks of a host share it
+
+
+@torch.inference_mode()
+def measure_link(
+    world: World, dtype: torch.dtype, sizes: Sequence[int] = MESSAGE_BYTES, repeats: int = 15
+) -> list[tuple[float, float]]:
+    """(bytes in the planner's units, microseconds) of one sum of each size."""
+    reducer, samples = world.reducer(), []
+    for size in sizes:
+        message = torch.zeros(size // dtype.itemsize, dtype=dtype, device=world.device)
+
+        def sums(message: torch.Tensor = message) -> None:
+            for _ in range(BACK_TO_BACK):
+                reducer.start(message).wait()
+
+        seconds = _best_seconds(sums, world, repeats) / BACK_TO_BACK
+        samples.append((size * UNIT_BYTES / dtype.itemsize, 1e6 * seconds))
+    return samples
+
+
+def step_shape(layers: int = STEP_LAYERS) -> ModelShape:
+    return replace(ModelShape.from_name(STEP_MODEL), num_layers=layers)
+
+
+def step_model(world: World, dtype: torch.dtype, shape: ModelShape) -> PreTrainedModel:
+    return random_model(shape, world, dtype)
+
+
+@torch.inference_mode()
+def measure_step(world: World, model: PreTrainedModel, wiring: str, batch: int, repeats: int = 15) -> float:
+    """Milliseconds of a decode step; ``no-comm`` leaves out the sums of embedding and logits as well."""
+    reducer = Reducer() if wiring == COMPUTE else world.reducer()
+    decoder = _Decoder(model, wiring, reducer, batch, STEP_PROMPT, world.device)
+    for _ in range(2):
+        decoder.step()
+
+    def step() -> None:
+        decoder.rewind()
+        decoder.step()
+
+    return 1e3 * _best_seconds(step, world, repeats)
