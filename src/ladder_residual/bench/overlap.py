@@ -78,17 +78,28 @@ class _Decoder:
         self.prompt = prompt
 
     def step(self) -> None:
+        self.rewire()
+        logits = self.model(self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        self.token = logits[:, -1:].argmax(-1)
+
+    def rewire(self) -> None:
         self.model.config.wiring = self.wiring.spec
         place_layers(self.model)
         set_reducers(self.model, self.reducer)
-        logits = self.model(self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
-        self.token = logits[:, -1:].argmax(-1)
 
     def rewind(self) -> None:
         """Back to the end of the prompt, so that every measured step sees the same context."""
         surplus = self.cache.get_seq_length() - self.prompt
         if surplus > 0:
             self.cache.crop(-surplus)
+
+
+class _Prefill(_Decoder):
+    """Every step reads the whole prompt anew."""
+
+    def step(self) -> None:
+        self.rewire()
+        self.model(self.token, use_cache=False, logits_to_keep=1)
 
 
 def _sync(device: torch.device) -> None:
@@ -156,11 +167,14 @@ def measure_overlap(
     batch: int = 1,
     prompt: int = 16,
     repeats: int = 30,
+    phase: str = "decode",
 ) -> dict[str, Any]:
-    """Decode steps of every wiring, interleaved. ``latency`` is the emulated time of a sum in seconds; None picks the time of one
+    """Steps of every wiring, interleaved. ``latency`` is the emulated time of a sum in seconds; None picks the time of one
     module (the shorter one of a layer)."""
     if world.size < 2:
         raise ValueError("overlap needs at least two ranks: run with --tp 2")
+    if phase not in ("decode", "prefill"):
+        raise ValueError(f"unknown phase {phase!r}; choose decode or prefill")
     if repeats < 5:
         raise ValueError(f"repeats must be at least 5 to say anything about spread, got {repeats}")
     config = model.config
@@ -169,7 +183,8 @@ def measure_overlap(
     plain = world.reducer()
 
     def decoders(reducer: Reducer, specs: list[str]) -> dict[str, _Decoder]:
-        made = {spec: _Decoder(model, spec, reducer, batch, prompt, world.device) for spec in specs}
+        kind = _Decoder if phase == "decode" else _Prefill
+        made = {spec: kind(model, spec, reducer, batch, prompt, world.device) for spec in specs}
         for decoder in made.values():
             for _ in range(3):  # the prompt, then two steps to warm up
                 decoder.step()
@@ -191,7 +206,8 @@ def measure_overlap(
         latency = world.broadcast(_shorter_module(decoders(plain, [COMPUTE])[COMPUTE], model))
     reducer = world.reducer("async", latency=latency) if latency else plain
     times = rounds(decoders(reducer, names), repeats)
-    message = torch.zeros(batch, 1, config.hidden_size, dtype=model.dtype, device=world.device)
+    tokens = 1 if phase == "decode" else prompt  # of each sequence, per step
+    message = torch.zeros(batch, tokens, config.hidden_size, dtype=model.dtype, device=world.device)
     communication = statistics.median(_agree(_communication(reducer, message, modules, 10, world), world))
     compute = statistics.median(times[COMPUTE])
     standard = statistics.median(times["standard"])
@@ -204,7 +220,7 @@ def measure_overlap(
             {
                 "wiring": spec,
                 **_summary(times[spec]),
-                "tokens_per_s": batch / step,
+                "tokens_per_s": batch * tokens / step,
                 "speedup": standard / step,
                 "over_bound": step / bound,
                 "hidden_percent": 100 * (standard - step) / exposed if exposed > 0 else None,
@@ -212,6 +228,7 @@ def measure_overlap(
         )
     return {
         "benchmark": "overlap",
+        "phase": phase,
         "link": f"this host's link + {1e6 * latency:.0f} us emulated latency per sum"
         if latency
         else "this host's link as it is",
@@ -296,6 +313,7 @@ def run(
     prompt: int,
     repeats: int,
     dtype: str = "float32",
+    phase: str = "decode",
 ) -> dict[str, Any]:
     """The command: ``source`` is a checkpoint directory or the name of a published shape (random weights)."""
     from dataclasses import replace
@@ -307,5 +325,7 @@ def run(
     else:
         shape = ModelShape.from_name(source)
         model = random_model(replace(shape, num_layers=layers) if layers else shape, world, DTYPES[dtype])
-    result = measure_overlap(world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats)
+    result = measure_overlap(
+        world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats, phase=phase
+    )
     return {"model": source, "weights": "checkpoint" if Path(source).is_dir() else "random", **result}
