@@ -156,6 +156,9 @@ def test_importing_first_or_last_registers_the_auto_classes(ladder, tmp_path):
         "import ladder_residual; from transformers import AutoModelForCausalLM; ",
         "from transformers import AutoModelForCausalLM; import ladder_residual; ",
         "import ladder_residual; from transformers import AutoConfig, AutoModelForCausalLM; ",
+        # Not through the Auto classes: these import them while they are half imported themselves.
+        "import ladder_residual; from transformers import LlamaForCausalLM, AutoModelForCausalLM; ",
+        "import ladder_residual; from transformers import LlamaConfig, Qwen3ForCausalLM, AutoModelForCausalLM; ",
     ):
         done = in_fresh_process(order + use)
         assert done.stdout.strip() == "ladder:2-3", done.stderr

@@ -52,9 +52,8 @@ class EngineModel(PreTrainedModel, GenerationMixin):
     def can_generate(cls) -> bool:
         return True
 
-    def prepare_inputs_for_generation(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
-    ) -> dict[str, Any]:
+    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        attention_mask = options.get("attention_mask")
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def start(self) -> None:
@@ -70,7 +69,8 @@ class EngineModel(PreTrainedModel, GenerationMixin):
             packed, lengths = right_padded(input_ids, attention_mask)
             logits = self.engine.prefill(packed, lengths)
         self._columns = columns
-        return CausalLMOutputWithPast(logits=self.engine.gather(logits)[:batch, None].float())
+        gathered: Any = self.engine.gather(logits)[:batch, None].float()
+        return CausalLMOutputWithPast(logits=gathered)
 
 
 def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -84,7 +84,7 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tens
     return packed, lengths.cpu()
 
 
-def engine_model(model: PreTrainedModel, world: World, *, batch: int, max_context: int, schedule: str = "auto") -> EngineModel:
+def engine_model(model: Any, world: World, *, batch: int, max_context: int, schedule: str = "auto") -> EngineModel:
     """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it."""
     from .decoder import DecodeEngine
 
