@@ -52,8 +52,9 @@ class EngineModel(PreTrainedModel, GenerationMixin):
     def can_generate(cls) -> bool:
         return True
 
-    def prepare_inputs_for_generation(self, input_ids: Any, *args: Any, **options: Any) -> dict[str, Any]:  # type: ignore[override]
-        attention_mask = options.get("attention_mask")
+    def prepare_inputs_for_generation(  # type: ignore[override]
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
+    ) -> dict[str, Any]:
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def start(self) -> None:
