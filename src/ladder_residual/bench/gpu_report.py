@@ -67,17 +67,18 @@ def render(results: Sequence[dict[str, Any]]) -> str:
 
 def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
     """What the engine set out to reach, and what the committed runs say: missed targets stay in the table."""
-    rows: dict[tuple[str, int, int, str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, int, int, str, str], list[dict[str, Any]]] = {}
     for result in results:
         if result["benchmark"] == "decode":
             for row in result["rows"]:
-                rows[result["model"], result["tp"], row["batch"], row["link"], row["wiring"]] = row
+                rows.setdefault((result["model"], result["tp"], row["batch"], row["link"], row["wiring"]), []).append(row)
     peers = {row["engine"]: row for result in results if result["benchmark"] == "peers" for row in result["rows"]}
 
-    def of(field: str, batch: int, link: str, wiring: str) -> float | None:
-        return rows.get(("llama-3-70b", 8, batch, link, wiring), {}).get(field)
+    def of(field: str, batch: int, link: str, wiring: str) -> list[float]:
+        """One value per committed run that measured it: a second, worse run is shown too."""
+        return [row[field] for row in rows.get(("llama-3-70b", 8, batch, link, wiring), []) if row.get(field) is not None]
 
-    wanted: list[tuple[str, float, float | None]] = [
+    wanted: list[tuple[str, float, list[float]]] = [
         ("standard, no all-reduce: roofline share", 0.80, of("roofline_share", 1, "none", "standard")),
         ("ladder at 5 us: roofline share", 0.80, of("roofline_share", 1, "5us", "ladder")),
         *(
@@ -90,14 +91,23 @@ def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
     ]
     ours = next((row for name, row in peers.items() if name.startswith("ladder-residual, standard")), None)
     theirs = next((row for name, row in peers.items() if name.startswith("transformers")), None)
-    wanted.append(("8B on the whole card, standard: roofline share", 0.85, ours["roofline_share"] if ours else None))
+    wanted.append(("8B on the whole card, standard: roofline share", 0.85, [ours["roofline_share"]] if ours else []))
     if ours and theirs:
-        wanted.append(("8B: transformers + compile over ours", 1.0, theirs["ms_per_token"] / ours["ms_per_token"]))
+        wanted.append(("8B: transformers + compile over ours", 1.0, [theirs["ms_per_token"] / ours["ms_per_token"]]))
     lines = ["## Targets", "", "Llama-3-70B, rank of TP=8, emulated, batch 1, context 1280 unless said.", ""]
     lines += ["| figure | target | measured | |", "|---|---|---|---|"]
     for what, target, measured in wanted:
-        verdict = "-" if measured is None else "reached" if measured >= target else "missed"
-        lines.append(f"| {what} | >= {target:.2f} | {_cell(measured)} | {verdict} |")
+        reached = sum(value >= target for value in measured)
+        verdict = (
+            "reached"
+            if measured and reached == len(measured)
+            else "missed"
+            if not reached
+            else f"reached in {reached} of {len(measured)} runs"
+        )
+        lines.append(
+            f"| {what} | >= {target:.2f} | {', '.join(map(_cell, measured)) or '-'} | {verdict if measured else '-'} |"
+        )
     return [*lines, ""]
 
 
@@ -118,6 +128,10 @@ def _section(result: dict[str, Any]) -> list[str]:
 
 
 _COLUMNS: dict[str, dict[str, str]] = {
+    "generate": {
+        "wiring": "wiring", "tokens": "tokens", "equal_tokens": "equal to transformers' own forward",
+        "torch_ms_per_step": "transformers ms/step", "engine_ms_per_step": "engine ms/step",
+    },
     "decode": {
         "batch": "batch", "link": "link", "wiring": "wiring", "lanes": "lanes", "ms_per_token": "ms/step", "p10_ms": "p10", "p90_ms": "p90",
         "tokens_per_s": "tokens/s", "roofline_share": "roofline share", "over_standard": "over standard",
