@@ -22,9 +22,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,6 +57,7 @@ class Server:
     model: str
     enter: list[str]  # command prefix that reaches the server
     tokenizer: str | None = None
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)  # empty: somebody else's
 
 
 @contextmanager
@@ -70,6 +71,7 @@ def started(
     logs: Path,
     max_len: int = 256,
     overrides: dict[str, Any] | None = None,
+    more: Sequence[str] = (),
 ) -> Iterator[Server]:
     """A vLLM server over ``directory`` for the duration of the block; its processes are gone afterwards, whatever happened."""
     port = _free_port()
@@ -79,6 +81,7 @@ def started(
     arguments += ["--max-model-len", str(max_len), "--max-num-seqs", "8", "--dtype", "float32", "--no-enable-log-requests"]
     arguments += ["--enforce-eager"] if eager else []
     arguments += ["--hf-overrides", json.dumps(overrides)] if overrides else []
+    arguments += more
     if link:
         arguments += ["--nnodes", "2", "--master-addr", link.addresses[0], "--master-port", str(_free_port())]
         arguments += ["--distributed-executor-backend", "mp"]
@@ -100,7 +103,7 @@ def started(
                 processes.append(
                     subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
                 )
-        server = Server(wiring, f"http://127.0.0.1:{port}", str(directory), link.enter(0) if link else [])
+        server = Server(wiring, f"http://127.0.0.1:{port}", str(directory), link.enter(0) if link else [], processes=processes)
         _wait_until_up(server, processes, logs / f"{_file_name(wiring)}-0.log")
         yield server
     finally:

@@ -17,14 +17,12 @@ SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 def register() -> None:
-    """Called by vLLM, possibly more than once."""
+    """Called by vLLM, possibly more than once. (Importing the package has registered the configs with transformers.)"""
     from vllm import ModelRegistry
 
     from ..families import FAMILIES
     from ..hf_config import class_name
-    from ..registration import register_configs
 
-    register_configs(models_ready=True)
     known = ModelRegistry.get_supported_archs()
     for model_type in FAMILIES:
         architecture = class_name(model_type, "ForCausalLM")

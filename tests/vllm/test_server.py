@@ -1,0 +1,147 @@
+"""The real server, two ranks, through the real client; and the server that must not start."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from engines import end_group, environment
+
+from ladder_residual.bench.serve import VLLM, Server, _free_port, started
+from ladder_residual.generate import load_tokenizer
+
+PROMPT = "Once upon a time"
+NEW_TOKENS = 16
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: Path) -> Path:
+    return with_text(folder)
+
+
+def with_text(folder: Path) -> Path:
+    directory = folder / "served"
+    tiny.convert(folder / "llama" if (folder / "llama").exists() else tiny.plain(folder / "llama"), directory, "ladder:1-3")
+    return tiny.with_tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, checkpoint: Path) -> Iterator[Server]:
+    settings = environment(folder, 2)
+    os.environ["VLLM_CACHE_ROOT"], os.environ["TORCHINDUCTOR_CACHE_DIR"] = settings["VLLM_CACHE_ROOT"], settings["TORCHINDUCTOR_CACHE_DIR"]
+    with started(checkpoint, "served", tp=2, eager=True, logs=folder, max_len=256, more=["--shutdown-timeout", "60"]) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Any:
+    from openai import OpenAI
+
+    return OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=120, max_retries=0)
+
+
+def expected_text(checkpoint: Path, text: str, new_tokens: int = NEW_TOKENS) -> str:
+    tokenizer = load_tokenizer(checkpoint)
+    (tokens,) = tiny.greedy(checkpoint, [tokenizer(text)["input_ids"]], new_tokens)
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+def options(server: Server, new_tokens: int = NEW_TOKENS) -> dict[str, Any]:
+    return {"model": server.model, "max_tokens": new_tokens, "temperature": 0, "extra_body": {"ignore_eos": True}}
+
+
+def test_completion(client: Any, server: Server, checkpoint: Path) -> None:
+    answer = client.completions.create(prompt=PROMPT, **options(server))
+    assert answer.choices[0].text == expected_text(checkpoint, PROMPT)
+    assert answer.usage.completion_tokens == NEW_TOKENS
+
+
+def test_streamed_completion(client: Any, server: Server, checkpoint: Path) -> None:
+    pieces = [chunk.choices[0].text for chunk in client.completions.create(prompt=PROMPT, stream=True, **options(server))]
+    assert len(pieces) > 4
+    assert "".join(pieces) == expected_text(checkpoint, PROMPT)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_chat(client: Any, server: Server, stream: bool) -> None:
+    messages = [{"role": "user", "content": PROMPT}]
+    answer = client.chat.completions.create(messages=messages, stream=stream, **options(server))
+    text = "".join(c.choices[0].delta.content or "" for c in answer) if stream else answer.choices[0].message.content
+    # The template writes the message and a space; vLLM adds no special tokens of its own to a chat.
+    plain = client.completions.create(prompt=PROMPT + " ", **options(server)).choices[0].text
+    assert text
+    assert text == plain
+
+
+def test_two_requests_in_flight_do_not_disturb_each_other(client: Any, server: Server, checkpoint: Path) -> None:
+    texts = [PROMPT, "The little dog was very happy because"]
+
+    def ask(text: str) -> str:
+        return client.completions.create(prompt=text, **options(server, 64)).choices[0].text
+
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(ask, texts)) == [expected_text(checkpoint, text, 64) for text in texts]
+
+
+def test_sigterm_lets_the_request_in_flight_finish(client: Any, server: Server, checkpoint: Path) -> None:
+    """The last test of this server: it is gone afterwards."""
+    assert server.processes
+    stream = client.completions.create(prompt=PROMPT, stream=True, **options(server, 128))
+    pieces = [next(stream).choices[0].text]
+    server.processes[0].send_signal(signal.SIGTERM)
+    pieces += [chunk.choices[0].text for chunk in stream]
+    assert "".join(pieces) == expected_text(checkpoint, PROMPT, 128)
+    server.processes[0].wait(120)
+
+
+def test_without_the_plugin_the_server_refuses(folder: Path, checkpoint: Path) -> None:
+    """A checkpoint that says what it is must not be served as if it were something else."""
+    settings = environment(folder, 1) | {"VLLM_PLUGINS": ""}  # no plugin is loaded
+    command = [*VLLM, "serve", str(checkpoint), "--port", str(_free_port()), "--enforce-eager", "--max-model-len", "256"]
+    process = subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        said, _ = process.communicate(timeout=300)
+    finally:
+        end_group(process)
+    assert process.returncode != 0
+    assert "ladder_llama" in said or "trust_remote_code" in said, said[-2000:]
+
+
+def test_the_plugin_adds_little_to_the_start(folder: Path) -> None:
+    """Measured beside vLLM's own import, which it must not dominate; the figure itself is in docs/serving.md."""
+    code = """
+import json, time
+start = time.perf_counter(); import vllm.entrypoints.openai.api_server; from vllm import ModelRegistry
+middle = time.perf_counter(); from ladder_residual.vllm_plugin import register; register()
+print(json.dumps([middle - start, time.perf_counter() - middle]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment(folder, 1), capture_output=True, text=True, check=True)
+    vllm_seconds, plugin_seconds = json.loads(done.stdout.splitlines()[-1])
+    print(f"import of vLLM {vllm_seconds:.2f} s, of the plugin {plugin_seconds:.3f} s")
+    assert plugin_seconds < vllm_seconds / 4
+
+
+def test_time_per_token_is_measured_by_vllms_own_client(folder: Path) -> None:
+    """`ladder bench serve` end to end on one host, as small as it gets."""
+    out = folder / "bench.json"
+    code = "import typer; from ladder_residual.bench.serve import serve; typer.run(serve)"
+    small = ["--wirings", "ladder", "--layers", "2", "--hidden", "128", "--tp", "1", "--rounds", "1", "--rates", "inf", "--prompts", "2"]
+    command = [sys.executable, "-c", code, *small, "--link", "0", "--eager", "--new-tokens", "8", "--out", str(out)]
+    process = subprocess.Popen(command, env=environment(folder, 1), start_new_session=True)
+    try:
+        assert process.wait(600) == 0
+    finally:
+        end_group(process)
+    (row,) = json.loads(out.read_text())["rows"]
+    assert row["wiring"] == "ladder"
+    assert row["tpot_ms"] > 0
