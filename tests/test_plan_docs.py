@@ -2,10 +2,11 @@
 
 import re
 import shlex
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
-import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -16,7 +17,7 @@ from ladder_residual.plan.report_commands import report, reproduction
 from ladder_residual.plan.trace_commands import trace_app
 
 TEXT = (Path(__file__).parents[1] / "docs" / "planning.md").read_text()
-COMMANDS = re.findall(r"^ladder (.+)$", TEXT, flags=re.M)
+COMMANDS = [line for block in re.findall(r"^```bash\n(.*?)^```", TEXT, flags=re.S | re.M) for line in block.splitlines()]
 
 cli = typer.Typer()
 cli.add_typer(plan_app, name="plan")
@@ -25,16 +26,31 @@ cli.command("report")(report)
 cli.command("reproduction")(reproduction)
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_command_of_the_page_runs(command, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    result = CliRunner().invoke(cli, shlex.split(command))
-    assert result.exit_code == 0, result.output + repr(result.exception)
+def test_the_commands_of_the_page_run_in_their_order(tmp_path):
+    """As a reader types them: in one folder, each finding what those before it wrote."""
+    assert len(COMMANDS) >= 12
+    for command in COMMANDS:
+        program, *words = shlex.split(command)
+        assert program == "ladder"
+        done = subprocess.run(
+            [sys.executable, "-m", "ladder_residual", *words], cwd=tmp_path, capture_output=True, text=True, timeout=300
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+    for file in ("my-host.toml", "planned/timeline.svg", "recorded/trace.json", "recorded/timeline.svg", "report.html"):
+        assert (tmp_path / file).stat().st_size > 0
+
+
+def test_every_command_of_the_text_is_one_of_the_command_line():
+    for command in re.findall(r"`ladder ([a-z]+(?: [a-z]+)?)", TEXT):
+        done = subprocess.run(
+            [sys.executable, "-m", "ladder_residual", *command.split(), "--help"], capture_output=True, text=True
+        )
+        assert done.returncode == 0, command + done.stderr
 
 
 def test_the_advice_shown_is_what_the_command_says():
     quoted = re.search(r"^> (.+)$", TEXT, flags=re.M)[1]
-    result = CliRunner().invoke(cli, shlex.split(COMMANDS[0]))
+    result = CliRunner().invoke(cli, shlex.split(COMMANDS[0])[1:])
     assert quoted in result.output
 
 

@@ -104,8 +104,8 @@ def test_more_communication_means_more_gain_until_the_link_rules():
         for name in ("one-shot", "nccl", "nccl-no-p2p")
     ]
     assert gains == sorted(gains)
-    slow = plan("llama-3.1-8b", device="rtx-4090", tp=[4], link=["1gbe"])[0]
-    assert slow.speedup["ladder"] < 1.2
+    slow = plan("llama-3.1-8b", device="rtx-4090", tp=[4], link=["1gbe"], engine_name="paper")[0]
+    assert slow.speedup["ladder"] < 1.2  # one communicator
     assert slow.limited_by == "all-reduce"
 
 
@@ -113,7 +113,7 @@ def test_one_rank_sends_nothing():
     [row] = plan("llama-3.1-8b", device="h100", tp=[1])
     assert row.allreduce_us == 0
     assert row.speedup["ladder"] == pytest.approx(1.0)
-    assert row.speedup[TWO_LANES] > 1.05
+    assert row.speedup[TWO_LANES] > 1.01
 
 
 def test_a_model_that_does_not_fit_is_an_error_with_the_numbers_and_a_row_that_does_not_fit_is_marked():
@@ -139,7 +139,7 @@ def test_advice_says_convert_or_not_with_the_gains():
 
     assert "convert the last 40 layers: 1." in sentence(link=["nccl"])
     assert "not worth it on this link: 1.0" in sentence(link=["one-shot"], tp=[4], engine_name="compiled")
-    assert "too little compute to hide them; fewer ranks" in sentence(link=["1gbe"])
+    assert "too little compute to hide them; fewer ranks" in sentence(link=["1gbe"], engine_name="paper")
     assert "% of it hides" in sentence(link=["20gbe"])
 
 

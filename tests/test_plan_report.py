@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -15,12 +16,14 @@ from typer.testing import CliRunner
 
 from ladder_residual.plan import plan
 from ladder_residual.plan.charts import PLANNED, Chart, Series, chart_png, chart_svg, nice_ticks
-from ladder_residual.plan.figures import all_charts
-from ladder_residual.plan.points import document
+from ladder_residual.plan.figures import all_charts, reference_case
+from ladder_residual.plan.points import document, repository_results
 from ladder_residual.plan.report import write_report
 from ladder_residual.plan.report_commands import report, reproduction
 from ladder_residual.plan.reproduction import reproduction_markdown
 from ladder_residual.plan.results import read_results
+from ladder_residual.plan.trace import planned_panel, write_trace
+from ladder_residual.plan.validate import validate
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
 SVG = "{http://www.w3.org/2000/svg}"
@@ -50,7 +53,15 @@ def page(tmp_path_factory) -> Path:
     (folder / "emulated.json").write_text(json.dumps(document("emulated")))
     (folder / "healed.json").write_text(json.dumps({"name": "healed <b>", "quality": [{"converted_layers": 8, "value": 55.5}]}))
     (folder / "other.json").write_text(json.dumps({"benchmark": "decode", "rows": [{"batch": 1, "ms": 3.25, "note": None}]}))
-    files = sorted(folder.glob("*.json"))
+    case = reference_case(link="nccl")
+    recorded = [
+        replace(planned_panel(case, w), title=f"{w}, rank {r}", label="measured")
+        for w in ("standard", "ladder")
+        for r in (0, 1)
+    ]
+    write_trace(recorded, {"setting": "two <ranks>", "label": "measured"}, folder)
+    write_trace([planned_panel(case, "ladder")], {"setting": "one plan", "label": "planned"}, folder / "planned")
+    files = [*sorted(folder.glob("*.json")), folder / "planned" / "trace.json"]
     write_report(files, folder / "out" / "report.html", folder / "plots", png=HAS_MATPLOTLIB)
     return folder / "out" / "report.html"
 
@@ -90,7 +101,16 @@ def test_the_page_shows_every_result_with_its_label(page):
     assert "fitted on it" in text  # fit points show no error
     for label in ("planned", "emulated", "measured", "paper"):
         assert f'<span class="badge">{label}</span>' in text
-    assert text.count("<figure") == 1 + len(all_charts())
+    assert text.count("<figure") == 1 + 2 + len(all_charts())
+
+
+def test_recorded_timelines_show_the_first_rank(page):
+    text = page.read_text()
+    assert "two &lt;ranks&gt;" in text
+    assert "rank 0" not in text.split("one plan")[0]
+    labels = re.findall(r'aria-label="(standard: [^"]*; ladder: [^"]*)"', text)
+    assert len(labels) == 2  # the planned one of the page itself, and the recorded one
+    assert re.search(r'aria-label="ladder: [^;"]*"', text)
 
 
 def test_dark_and_light_and_phone(page):
@@ -157,6 +177,8 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
         ('{"quality": [{"value": 1}]}', "quality must be a list of converted_layers and value"),
         ('{"quality": []}', "quality has no points"),
         ('{"benchmark": "overlap"}', "lacks rows"),
+        ('{"traceEvents": []}', "none that `ladder trace` wrote; missing or wrong: 'otherData'"),
+        ('{"traceEvents": [1], "otherData": {}}', "none that `ladder trace` wrote"),
     ],
 )
 def test_bad_results_are_refused(tmp_path, content, says):
@@ -189,8 +211,9 @@ def test_commands_write_their_files(tmp_path):
 
 
 def test_the_committed_reproduction_is_what_the_command_writes():
-    committed = Path(__file__).parents[1] / "docs" / "reproduction.md"
-    assert committed.read_text() == reproduction_markdown()
+    root = Path(__file__).parents[1]
+    written = reproduction_markdown(validate(*repository_results(root)))
+    assert (root / "docs" / "reproduction.md").read_text() == written, "run `ladder reproduction`"
 
 
 def test_reproduction_holds_every_number_of_the_paper_and_no_error_of_a_fitted_one():

@@ -140,3 +140,19 @@ def test_contention_slows_only_what_runs_beside_an_all_reduce():
         Task("other lane", 0, LANE, 0),
     ]
     assert simulate(tasks).us == pytest.approx(120)  # 40 us at half speed, then 80 us alone
+
+
+@pytest.mark.parametrize(("wire_share", "layer_us"), [(0.0, 41.0), (1.0, 80.0)])
+def test_two_communicators_pass_each_others_latency_but_share_the_wire(wire_share, layer_us):
+    """Hardly any compute: a layer of the ladder takes one all-reduce if they are latency, two if they are bytes."""
+    cost = LayerCost(Work(memory_us=1), Work(memory_us=1), 40.0, QUIET, communicators=2, wire_share=wire_share)
+    times = [simulate(build(Wiring.parse("ladder", layers), cost)).us for layers in (20, 40)]
+    assert (times[1] - times[0]) / 20 == pytest.approx(layer_us, abs=1.0)
+    standard = simulate(build(Wiring.parse("standard", 4), cost)).us
+    assert standard == pytest.approx(4 * 2 * 41.0)  # blocking sums never meet
+
+
+def test_one_communicator_takes_the_sums_in_turn():
+    cost = LayerCost(Work(memory_us=1), Work(memory_us=1), 40.0, QUIET)
+    times = [simulate(build(Wiring.parse("ladder", layers), cost)).us for layers in (20, 40)]
+    assert (times[1] - times[0]) / 20 == pytest.approx(80.0, abs=2.0)

@@ -2,15 +2,20 @@
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from ladder_residual.plan import validate as module
+from ladder_residual.plan.calibration import with_measured_step
+from ladder_residual.plan.cost import engine
 from ladder_residual.plan.fit import CONSTANTS, fit, points_with
 from ladder_residual.plan.hardware import shipped
-from ladder_residual.plan.points import document, emulated_points, paper_points, result_points
+from ladder_residual.plan.planner import TWO_LANES
+from ladder_residual.plan.points import document, emulated_points, paper_points, repository_results, result_points
 from ladder_residual.plan.validate import TARGETS, Comparison, validate
 
+ROOT = Path(__file__).parents[1]
 OVERLAP = {
     "benchmark": "overlap",
     "layers": 8,
@@ -133,3 +138,80 @@ def test_malformed_results_are_refused(tmp_path, text, says):
     file.write_text(text)
     with pytest.raises(ValueError, match=says):
         validate(engine_results=[file])
+
+
+def decode_document(**change):
+    """As `ladder bench decode` writes it, made with an engine of known gaps."""
+    rows = [
+        ("none", 0.0, "standard", 1),
+        ("none", 0.0, "ladder", 2),
+        ("24us", 24.0, "standard", 1),
+        ("24us", 24.0, "ladder", 1),
+    ]
+    made = [
+        {"batch": 1, "link": name, "link_us": us, "wiring": wiring, "lanes": lanes, "ms_per_token": 1.0}
+        for name, us, wiring, lanes in rows
+    ]
+    about = {"benchmark": "decode", "emulated": True, "model": "llama-3-70b", "tp": 8, "layers": 80, "context": 1280}
+    return {**about, "read_bandwidth_tb_s": 4.4, "gpu": "NVIDIA H200", "rows": made, **change}
+
+
+def test_decode_results_calibrate_the_engine_on_quiet_steps_and_are_checked_on_the_rest(tmp_path):
+    file = tmp_path / "decode.json"
+    document = decode_document()
+    file.write_text(json.dumps(document))
+    truth = replace(engine("fused"), module_us=9.0, lane_overlap=0.5)
+    points = result_points([file], "engine", shipped())
+    assert [p.wiring for p in points] == ["standard", TWO_LANES, "standard", "ladder"]
+    assert points[0].case.device.bandwidth_gbs == pytest.approx(4400)  # as fast as the card was that day
+    for row, point in zip(document["rows"], points, strict=True):
+        row["ms_per_token"] = replace(point, case=replace(point.case, engine=truth)).predicted()
+    file.write_text(json.dumps(document))
+    points = result_points([file], "engine", shipped())
+    assert [p.role for p in points] == ["fit", "fit", "check", "check"]
+    assert [p.predicted() for p in points] == pytest.approx([p.measured for p in points], rel=1e-3)
+    assert points[3].case.engine.lane_overlap == pytest.approx(0.5, rel=1e-2)  # lanes are calibrated without the link
+    document["rows"][3]["ms_per_token"] *= 1.2
+    file.write_text(json.dumps(document))
+    assert not validate(engine_results=[file]).passed
+
+
+def test_a_card_the_planner_does_not_know_is_refused(tmp_path):
+    file = tmp_path / "decode.json"
+    file.write_text(json.dumps(decode_document(gpu="Radeon")))
+    with pytest.raises(ValueError, match="no device of the planner is called like 'Radeon'"):
+        validate(engine_results=[file])
+
+
+def test_the_results_of_this_repository_are_within_their_bounds():
+    engine_files, overlap_files = repository_results(ROOT)
+    result = validate(engine_files, overlap_files)
+    assert not result.absent
+    assert {c.point.source for c in result.checked()} == {"paper", "emulated", "engine", "overlap"}
+    assert result.passed, [c.to_dict() for c in result.comparisons if c.status == "FAIL"]
+
+
+def test_the_shipped_engine_is_the_one_that_was_measured():
+    points = result_points(repository_results(ROOT)[0], "engine", shipped())
+    quiet = {(p.batch, p.wiring): p for p in points if p.case.link.alpha_us == 0 and p.role == "fit"}
+    for field, batch in (("module_us", 1), ("module_us_batched", 16)):
+        point = quiet[batch, "standard"]
+        case = replace(point.case, device=shipped().device("h200"))
+        profile = with_measured_step(case, case.decode_phase()._replace(context=point.context), point.measured)
+        assert getattr(engine("fused"), field) == pytest.approx(getattr(profile, field), rel=0.1)
+
+
+def test_files_that_are_no_comparison_are_left_out(tmp_path):
+    for kind, name, content in (
+        ("engine", "e2e", {"benchmark": "e2e"}),
+        ("engine", "real", {"benchmark": "decode", "emulated": False}),
+        ("engine", "emulated", decode_document()),
+        ("overlap", "list", [1]),
+        ("overlap", "run", OVERLAP),
+    ):
+        folder = tmp_path / "results" / kind
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    (tmp_path / "results" / "engine" / "broken.json").write_text("{")
+    engine_files, overlap_files = repository_results(tmp_path)
+    assert [file.stem for file in engine_files + overlap_files] == ["emulated", "run"]

@@ -26,8 +26,8 @@ from .config import Wiring
 from .loading import DTYPES, load_model
 from .model import decoder_layers
 from .parallel import World
-from .plan.schedule import COMM, COMPUTE
-from .plan.trace import WAITING, Panel, Span, is_communication, layer_us, waiting_spans, write_trace
+from .plan.schedule import COMM, COMPUTE, is_communication
+from .plan.trace import WAITING, Panel, Span, layer_us, waiting_spans, write_trace
 from .presets import ModelShape
 from .reduce import Pending, RecordingReducer, Reducer
 

@@ -115,12 +115,10 @@ def _print_catalogue(hardware: Any, as_json: bool) -> None:
             print(f"  {name:22} {title}")
 
 
-def result_files(given: list[Path] | None, folder: str) -> list[Path]:
-    """The files given (a directory means its JSON files), or those of the usual folder that can be compared with a plan."""
-    from .points import is_comparable
-
+def result_files(given: list[Path] | None, usual: list[Path]) -> list[Path]:
+    """The files given (a directory means its JSON files), or the usual ones."""
     if given is None:
-        return [file for file in sorted(Path(folder).glob("*.json")) if is_comparable(file)]
+        return usual
     return [file for path in given for file in (sorted(path.glob("*.json")) if path.is_dir() else [path])]
 
 
@@ -143,11 +141,13 @@ def validate_command(
     as_json: Json = False,
 ) -> None:
     """Compare the model with the paper and with measurements; exit code 1 above the bounds."""
+    from .points import repository_results
     from .validate import validate
 
+    engine_files, overlap_files = repository_results()
     result = validate(
-        result_files(engine_results, "results/engine"),
-        result_files(overlap_results, "results/overlap"),
+        result_files(engine_results, engine_files),
+        result_files(overlap_results, overlap_files),
         load_hardware(hardware),
     )
     document = result.to_dict()

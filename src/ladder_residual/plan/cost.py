@@ -33,6 +33,9 @@ class EngineProfile:
     attention_share: float
     multiply_share: float = 1.0
     adds_up: bool = False
+    # Two of about six small kernels of a module go away when attention and MLP share their input.
+    parallel_saving: float = 1 / 3
+    communicators: int = 1
     lane_overlap: float = 0.0  # 0: the engine has no two-lane schedule
     kv_reads_per_head: bool = False
     static_cache: bool = False

@@ -132,7 +132,7 @@ def quality(documents: Sequence[Mapping[str, Any]]) -> Chart:
 def emulated_rank() -> Chart:
     """Our own emulated rank against the plan: one H200 with a shard of 70B, all-reduce times set by hand."""
     series = []
-    points = [p for p in emulated_points() if p.group.startswith("fused")]
+    points = [p for p in emulated_points() if p.group.startswith("prototype")]
     for colour, wiring in enumerate(("standard", "ladder", TWO_LANES)):
         mine = [p for p in points if p.wiring == wiring]
         dots = [(p.case.link.alpha_us, p.measured) for p in mine]

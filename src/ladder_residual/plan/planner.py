@@ -22,7 +22,6 @@ TWO_LANES = "ladder two-lane"
 # Spec of each row of the table; two lanes is a schedule of the ladder wiring, not a wiring of its own.
 WIRINGS = ("standard", "ladder", TWO_LANES, "ladder:last-half", "parallel", "desync-2x", "desync-4x", "delayed-1", "no-comm")
 DEFAULT_ENGINE = "fused"
-PARALLEL_SAVING = 1 / 3  # of a module's gaps: the parallel wiring has one norm and one launch fewer per layer, of about six
 EDGE_COLLECTIVES = 2  # of a sharded vocabulary: the sum of the embeddings, the gathering of the logits
 
 
@@ -63,16 +62,19 @@ class Case:
             raise ValueError(f"engine {self.engine.name} has no two-lane schedule")
         rank = self.rank()
         size = rank.message_bytes(phase)
+        allreduce_us = self.link.us(size, self.tp)
         cost = LayerCost(
             attention=rank.attention(phase),
             mlp=rank.mlp(phase),
-            allreduce_us=self.link.us(size, self.tp),
+            allreduce_us=allreduce_us,
             link=self.link,
-            fused_saving_us=PARALLEL_SAVING * self.engine.module_us,
+            fused_saving_us=self.engine.parallel_saving * self.engine.module_us,
+            communicators=self.engine.communicators,
+            wire_share=1 - self.link.us(1, self.tp) / allreduce_us if allreduce_us else 0.0,
         )
         edges = EDGE_COLLECTIVES if self.engine.sharded_vocabulary and self.real_ranks else 0
         spec = Wiring.parse("ladder" if two_lanes else wiring, self.model.num_layers)
-        tasks = build(spec, cost, head=rank.head(phase), two_lanes=two_lanes, edge_us=edges * self.link.us(size, self.tp))
+        tasks = build(spec, cost, head=rank.head(phase), two_lanes=two_lanes, edge_us=edges * allreduce_us)
         return simulate(tasks, self.engine.lane_overlap if two_lanes else 1.0)
 
     def seconds(self, wiring: str) -> tuple[float, float]:

@@ -92,7 +92,8 @@ class SchedulePoint:
         modules = 2 * self.layers
         half = Work(overhead_us=1e3 * self.compute_ms / modules)
         quiet = Link(name="measured", title="measured")
-        cost = LayerCost(half, half, 1e3 * self.communication_ms / modules, quiet)
+        # On CPU hosts every sum is a message of its own: those of attention and MLP can be on their way together.
+        cost = LayerCost(half, half, 1e3 * self.communication_ms / modules, quiet, communicators=2)
         return simulate(build(Wiring.parse(self.wiring, self.layers), cost)).us / 1e3
 
 
@@ -154,6 +155,8 @@ def result_points(paths: Iterable[str | Path], source: str, hardware: Hardware) 
             data = json.loads(Path(path).read_text())
             if data.get("benchmark") == "overlap":
                 points += _overlap_points(data, source)
+            elif data.get("benchmark") == "decode":
+                points += calibrate(_decode_points(data, source, hardware))
             else:
                 rows = [{**data.get("setting", {}), "role": "check", **row} for row in data["points"]]
                 made = [_emulated_point(row, source, hardware, engine, lambda link: link) for row in rows]
@@ -179,7 +182,7 @@ def calibrate(points: list[Point]) -> list[Point]:
             point = replace(point, case=replace(point.case, engine=profile), role="fit" if point == quiet else point.role)
             lanes = next((p for p in like if p.wiring == TWO_LANES), None)
             if lanes is not None and profile.lane_overlap:
-                profile = with_measured_lanes(point.case, _phase(point), lanes.measured)
+                profile = with_measured_lanes(replace(lanes.case, engine=profile), _phase(point), lanes.measured)
                 role = "fit" if (point.wiring, point.case.link.alpha_us) == (TWO_LANES, 0) else point.role
                 point = replace(point, case=replace(point.case, engine=profile), role=role)
         done.append(point)
@@ -200,7 +203,19 @@ def is_comparable(file: Path) -> bool:
         data = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError):
         return False
-    return isinstance(data, dict) and (data.get("benchmark") == "overlap" or "points" in data)
+    if not isinstance(data, dict):
+        return False
+    emulated = data.get("benchmark") == "decode" and bool(data.get("emulated"))
+    return data.get("benchmark") == "overlap" or emulated or "points" in data
+
+
+def repository_results(root: str | Path = ".") -> tuple[list[Path], list[Path]]:
+    """The engine's and the CPU ranks' result files of a checkout, those that can be compared with a plan."""
+    engine_files, overlap_files = (
+        [file for file in sorted((Path(root) / "results" / kind).glob("*.json")) if is_comparable(file)]
+        for kind in ("engine", "overlap")
+    )
+    return engine_files, overlap_files
 
 
 def _overlap_points(data: Mapping[str, Any], source: str) -> list[SchedulePoint]:
@@ -221,6 +236,35 @@ def _overlap_points(data: Mapping[str, Any], source: str) -> list[SchedulePoint]
         for row in data["rows"]
         if row["wiring"] != "no-comm"
     ]
+
+
+def _decode_points(data: Mapping[str, Any], source: str, hardware: Hardware) -> list[Point]:
+    """Steps of an emulated rank (``ladder bench decode``), on the device as fast as it was during that run."""
+    card = str(data["gpu"]).lower()
+    name = next((name for name in hardware.devices if name.replace("-", " ") in card), None)
+    if name is None:
+        raise ValueError(f"no device of the planner is called like {data['gpu']!r}; give one with --hardware")
+    read = 1e3 * float(data["read_bandwidth_tb_s"])
+    device = replace(hardware.device(name), bandwidth_gbs=read, bandwidth_share=1.0)
+    points = []
+    for row in data["rows"]:
+        # The copy that stands for an all-reduce lasts as long as it says, so nothing is added to it.
+        link = replace(hardware.link("emulated", device), alpha_us=float(row["link_us"]), in_situ_us=0.0)
+        case = Case(
+            model=replace(ModelShape.from_name(data["model"]), num_layers=int(data["layers"])),
+            device=device,
+            link=link,
+            engine=engine("fused"),
+            tp=int(data["tp"]),
+            batch=int(row["batch"]),
+            prompt=1,
+            new=2,
+            real_ranks=False,
+        )
+        wiring = TWO_LANES if row["wiring"] == "ladder" and row["lanes"] == 2 else row["wiring"]
+        group, ms, context = f"fused on {name}", float(row["ms_per_token"]), float(data["context"])
+        points.append(Point(source, group, "check", case, wiring, "ms_per_step", ms, context))
+    return points
 
 
 def _emulated_point(row: Mapping[str, Any], source: str, hardware: Hardware, engine_of: EngineOf, link_of: LinkOf) -> Point:

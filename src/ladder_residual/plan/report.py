@@ -9,7 +9,8 @@ from pathlib import Path
 from .charts import Chart, chart_png, chart_svg
 from .charts import style as chart_style
 from .figures import all_charts, reference_case
-from .results import Results, Table, read_results
+from .points import repository_results
+from .results import Results, Table, Timeline, read_results
 from .timeline_svg import timeline_svg
 from .trace import planned_panel
 from .validate import Validation, validate
@@ -54,7 +55,8 @@ def build_report(results: Results, validation: Validation) -> str:
         "before it. Every number carries its origin:</p>",
         "<dl>" + "".join(f"<dt>{_badge(label)}</dt><dd>{escape(text)}</dd>" for label, text in LABELS.items()) + "</dl>",
         "<h2>The same two layers, side by side</h2>",
-        _timeline(),
+        _planned_timeline(),
+        *(_timeline(one) for one in results.timelines),
         "<h2>Speed-up</h2>",
         "<p>Lines are planned, rings are the paper's numbers. Batch, ranks and size use the paper's engine profile; "
         "by link uses this project's. The constants behind the lines were fitted on some of the rings; what was checked "
@@ -93,7 +95,7 @@ def write_report(
     results = read_results(paths)
     page = Path(out)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(build_report(results, validate()))
+    page.write_text(build_report(results, validate(*repository_results())))
     written = [page]
     if plots is not None:
         folder = Path(plots)
@@ -120,7 +122,12 @@ def _figures(charts: Sequence[Chart]) -> str:
     return f'<div class="charts">{"".join(figures)}</div>'
 
 
-def _timeline() -> str:
+def _timeline(one: Timeline) -> str:
+    drawn = f'<div class="wide">{timeline_svg(one.panels)}</div>'
+    return f"<figure>{drawn}<figcaption>{_badge(one.label)} {escape(one.setting)}</figcaption></figure>"
+
+
+def _planned_timeline() -> str:
     case = reference_case(link="nccl-no-p2p")
     panels = [planned_panel(case, wiring) for wiring in ("standard", "ladder")]
     caption = "Llama-3-70B, one of 8 H100 with P2P off, batch 1, one decode step in the middle of the model. Planned."

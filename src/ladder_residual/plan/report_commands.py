@@ -28,9 +28,11 @@ def reproduction(
     ] = False,
 ) -> None:
     """Write docs/reproduction.md: every table of the paper, its number, ours, and the command."""
+    from .points import repository_results
     from .reproduction import reproduction_markdown
+    from .validate import validate
 
-    text = reproduction_markdown()
+    text = reproduction_markdown(validate(*repository_results()))
     if check:
         if not out.is_file() or out.read_text() != text:
             print(f"{out} is out of date: run `ladder reproduction -o {out}`")

@@ -31,11 +31,12 @@ def reproduction_markdown(validation: Validation | None = None) -> str:
         _sizes(paper),
         _four_hundred(paper),
         _emulated(validation),
+        _results(validation),
         _misses(validation),
         _quality(),
         _constants(validation),
     ]
-    return "\n".join(section.rstrip() + "\n" for section in sections)
+    return "\n".join(section.rstrip() + "\n" for section in sections if section)
 
 
 def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -119,7 +120,7 @@ def _four_hundred(paper: Sequence[Comparison]) -> str:
 
 def _emulated(validation: Validation) -> str:
     """The paper's 70B, TP 8, batch 1 beside our emulated rank at the all-reduce time the paper's own numbers imply."""
-    points = [c for c in validation.comparisons if c.point.source == "emulated" and c.point.batch == 1]
+    points = [c for c in validation.comparisons if c.point.source in ("emulated", "engine") and c.point.batch == 1]
     ms = {(c.point.group, c.point.link, c.point.wiring): c.point.measured for c in points}
     rows = []
     for wait, name, link in (("24 us", "NVLink", "nccl"), ("64 us", "P2P off", "nccl-no-p2p")):
@@ -130,7 +131,9 @@ def _emulated(validation: Validation) -> str:
             and c.point.quantity == "speedup"
         )
         for group in dict.fromkeys(c.point.group for c in points):
-            standard = ms[group, wait, "standard"]
+            standard = ms.get((group, wait, "standard"))
+            if standard is None:
+                continue
             for wiring in ("ladder", "ladder two-lane"):
                 if (group, wait, wiring) in ms:
                     ours = ms[group, wait, wiring]
@@ -140,10 +143,39 @@ def _emulated(validation: Validation) -> str:
         "The paper's own standard and no-comm columns imply an exposed all-reduce of about 24 us (NVLink) and 65 us (P2P off). "
         "An emulated rank with those times gains more than the paper does, because the waiting kernel takes nothing from "
         "compute where NCCL does, and because kernels that are faster leave a larger share to "
-        "communication. These are the timings of the prototype kernels (`data/plan/emulated.json`).\n"
+        "communication. `prototype` and `compiled` are earlier timings (`data/plan/emulated.json`), `fused` is this project's engine "
+        "(`results/engine`).\n"
     )
     columns = ("link", "engine", "wiring", "paper speed-up", "emulated speed-up", "emulated ms per token")
     return "## 70B, TP 8, batch 1: emulated\n\n" + text + "\n" + _table(columns, rows)
+
+
+def _results(validation: Validation) -> str:
+    """Our own result files against the plan, point by point."""
+    parts = []
+    for source, title, command, note in (
+        (
+            "engine",
+            "## Our engine on an emulated rank: emulated and planned",
+            "ladder bench decode --links 'none;5us;18us;24us;64us'",
+            "`results/engine`. The engine's gaps (and how well two lanes fill them) are calibrated, for each batch, on its steps "
+            "without all-reduces: those are marked *fitted*. All others are predictions.",
+        ),
+        (
+            "overlap",
+            "## CPU ranks over gloo: measured and planned",
+            "ladder bench overlap --model ladder-1b --layers 8 --batch 8 --latency 3ms",
+            "`results/overlap`. Compute and communication of a step come from the same file, so this tests the schedule alone.",
+        ),
+    ):
+        found = [c for c in validation.comparisons if c.point.source == source]
+        if not found:
+            continue
+        rows = [(c.point.group, str(c.point.batch), c.point.link, c.point.wiring, *_cells(c, 2)) for c in found]
+        label = "emulated ms" if source == "engine" else "measured ms"
+        columns = ("what", "batch", "all-reduce", "wiring", label, "planned ms", "error")
+        parts += [f"{title}\n", _command(command), note + "\n", _table(columns, rows)]
+    return "\n".join(parts)
 
 
 def _misses(validation: Validation) -> str:

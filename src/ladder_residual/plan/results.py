@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from .hardware import shipped
 from .points import result_points
+from .trace import Panel, read_trace
+
+FIRST_RANK = ", rank 0"  # at the end of the title of a recorded panel
 
 
 @dataclass(frozen=True)
@@ -22,9 +25,19 @@ class Table:
 
 
 @dataclass(frozen=True)
+class Timeline:
+    """A trace of `ladder trace`: the panels to draw, and what they show."""
+
+    panels: tuple[Panel, ...]
+    setting: str
+    label: str
+
+
+@dataclass(frozen=True)
 class Results:
     tables: tuple[Table, ...]
     quality: tuple[Mapping[str, Any], ...]
+    timelines: tuple[Timeline, ...] = ()
 
 
 def read_results(paths: Iterable[str | Path]) -> Results:
@@ -37,25 +50,28 @@ def read_results(paths: Iterable[str | Path]) -> Results:
         files += found
     tables: list[Table] = []
     quality: list[Mapping[str, Any]] = []
+    timelines: list[Timeline] = []
     for file in files:
         document = _load(file)
-        if document.get("kind") == "plan":
+        if "traceEvents" in document:
+            timelines.append(_timeline(document, file))
+        elif document.get("kind") == "plan":
             tables.append(_plan_table(document, file))
         elif document.get("benchmark") == "overlap":
             tables.append(_overlap_table(document, file))
         elif "quality" in document:
             quality.append({"name": file.stem, **document})
             _check_quality(document, file)
-        elif "points" in document:
+        elif "points" in document or (document.get("benchmark") == "decode" and document.get("emulated")):
             tables.append(_emulated_table(document, file))
         elif _list_of_rows(document) is not None:
             tables.append(_plain_table(document, file))
         else:
             raise ValueError(
                 f"{file} is no result this page knows: it has {', '.join(list(document)[:8]) or 'no fields'}; "
-                "expected kind = plan, benchmark = overlap, quality, points, or rows"
+                "expected kind = plan, benchmark = overlap, quality, points, rows, or a trace of `ladder trace`"
             )
-    return Results(tuple(tables), tuple(quality))
+    return Results(tuple(tables), tuple(quality), tuple(timelines))
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -66,6 +82,17 @@ def _load(file: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{file} must hold a JSON object, found {type(document).__name__}")
     return document
+
+
+def _timeline(document: Mapping[str, Any], file: Path) -> Timeline:
+    try:
+        panels = read_trace(document)
+        about = document["otherData"]
+        # Of a recorded run every rank has its panels; the first rank's are drawn.
+        first = [replace(p, title=p.title.removesuffix(FIRST_RANK)) for p in panels if p.title.endswith(FIRST_RANK)]
+        return Timeline(tuple(first or panels), str(about["setting"]), str(about["label"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ValueError(f"{file} is a trace, but none that `ladder trace` wrote; missing or wrong: {error}") from error
 
 
 def _check_quality(document: Mapping[str, Any], file: Path) -> None:
@@ -146,7 +173,9 @@ def _emulated_table(document: Mapping[str, Any], file: Path) -> Table:
         error = f"{100 * (ours / point.measured - 1):+.1f} %" if point.role == "check" else "fitted on it"
         rows.append((point.group, point.wiring, str(point.batch), point.link, f"{point.measured:.2f}", f"{ours:.2f}", error))
     columns = ("engine", "wiring", "batch", "all-reduce", "emulated, ms", "planned, ms", "error of the plan")
-    return Table(f"Emulated rank: {file.stem}", "emulated", str(document.get("source", file.name)), columns, tuple(rows))
+    facts = [f"{key} {document[key]}" for key in ("gpu", "torch", "triton", "commit", "date") if document.get(key)]
+    source = document.get("source") or "; ".join(["ladder bench decode", *facts] if facts else [file.name])
+    return Table(f"Emulated rank: {file.stem}", "emulated", str(source), columns, tuple(rows))
 
 
 def _list_of_rows(document: Mapping[str, Any]) -> list[dict[str, Any]] | None:

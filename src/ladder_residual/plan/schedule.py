@@ -17,6 +17,11 @@ from .hardware import Link
 
 NOTHING = Work()
 COMPUTE, LANE, COMM = "compute", "compute lane 2", "communication"
+COMM_2 = f"{COMM} 2"  # the MLPs' sums, of engines that have a communicator for each kind of module
+
+
+def is_communication(stream: str) -> bool:
+    return stream.startswith(COMM)
 
 
 @dataclass
@@ -28,7 +33,7 @@ class Task:
     stream: str
     us: float
     needs: tuple[int, ...] = ()
-    memory_share: float = 0.0  # of its time alone in which it keeps the memory busy
+    memory_share: float = 0.0  # of its time alone in which it keeps the memory busy; an all-reduce: the wire
     slowdown: float = 0.0  # share of its progress lost while an all-reduce runs beside it
     start: float = math.nan
     end: float = math.nan
@@ -41,11 +46,11 @@ class Timeline:
 
     @property
     def communication_us(self) -> float:
-        return sum(task.us for task in self.tasks if task.stream == COMM)
+        return sum(task.us for task in self.tasks if is_communication(task.stream))
 
     def exposed_us(self) -> float:
         """Time in which only communication runs: no compute stream is busy."""
-        return self.us - _covered([(t.start, t.end) for t in self.tasks if t.stream != COMM])
+        return self.us - _covered([(t.start, t.end) for t in self.tasks if not is_communication(t.stream)])
 
     def hidden_share(self) -> float:
         """Of the communication time, the share during which compute runs as well; 1.0 where there is none."""
@@ -89,15 +94,17 @@ def simulate(tasks: Sequence[Task], lane_overlap: float = 1.0) -> Timeline:
 
 
 def _rates(tasks: Sequence[Task], running: set[int], lane_overlap: float) -> dict[int, float]:
-    communicating = any(tasks[index].stream == COMM for index in running)
-    compute = [index for index in running if tasks[index].stream != COMM]
+    communicating = any(is_communication(tasks[index].stream) for index in running)
+    compute = [index for index in running if not is_communication(tasks[index].stream)]
     demand = sum(tasks[index].memory_share for index in compute)
     crowding = 1.0
     if len(compute) > 1:
         # At best two lanes fill each other's gaps until their common demand exceeds the memory; at worst they take turns.
         best, turns = min(1.0, 1.0 / demand) if demand > 0 else 1.0, 0.5
         crowding = turns + lane_overlap * (best - turns)
-    rates = dict.fromkeys(running, 1.0)
+    # Two all-reduces at once pass each other's latency, not each other's bytes.
+    wire = sum(tasks[index].memory_share for index in running if is_communication(tasks[index].stream))
+    rates = dict.fromkeys(running, min(1.0, 1.0 / wire) if wire > 0 else 1.0)
     for index in compute:
         rates[index] = crowding * (1.0 - (tasks[index].slowdown if communicating else 0.0))
     return rates
@@ -113,6 +120,9 @@ class LayerCost:
     link: Link
     # One norm and one launch fewer when attention and MLP share their input (parallel wiring).
     fused_saving_us: float = 0.0
+    # 1: all sums of a rank run in order. 2: those of attention and those of the MLPs do, beside each other.
+    communicators: int = 1
+    wire_share: float = 0.0  # of the all-reduce's time that goes with its size
 
 
 def build(
@@ -122,7 +132,8 @@ def build(
     builder = _Builder(cost, two_lanes and wiring.kind == "ladder" and len(wiring.layers) == wiring.num_layers)
     if edge_us:
         builder.add("embedding sum", 0, COMM, edge_us / 2)
-        builder.last_reduce = builder.reduces_through[0] = 0
+        builder.last_reduces[COMM] = 0
+        builder.reduces_through[0] = (0,)
     for layer in range(wiring.num_layers):
         builder.layer(layer, wiring)
     builder.agree(wiring.num_layers - 1)
@@ -140,8 +151,8 @@ class _Builder:
         self.cost, self.two_lanes = cost, two_lanes
         self.tasks: list[Task] = []
         self.modules = 0  # modules built so far
-        self.last_reduce: int | None = None
-        self.reduces_through: dict[int, int] = {}  # modules built so far -> the all-reduce that covers all of them
+        self.last_reduces: dict[str, int] = {}  # communication stream -> its last all-reduce
+        self.reduces_through: dict[int, tuple[int, ...]] = {}  # modules built so far -> the all-reduces that cover all of them
         self.diverged = False  # the ranks' streams differ
         self.delayed_from: int | None = None  # modules built before the present run of delayed layers
 
@@ -176,8 +187,8 @@ class _Builder:
     def agree(self, layer: int) -> None:
         """Ranks whose streams differ (desync between two sums) are averaged before anything else reads them."""
         if self.diverged and self.cost.allreduce_us > 0:
-            self.last_reduce = self.add("agreement", layer, COMM, self.cost.allreduce_us, (len(self.tasks) - 1,))
-            self.reduces_through[self.modules] = self.last_reduce
+            self.last_reduces[COMM] = self.add("agreement", layer, COMM, self.cost.allreduce_us, (len(self.tasks) - 1,))
+            self.reduces_through[self.modules] = tuple(self.last_reduces.values())
         self.diverged = False
 
     def _module(self, name: str, layer: int, work: Work, visible: int, reduce: bool) -> None:
@@ -187,9 +198,13 @@ class _Builder:
         done = self.compute(name, layer, COMPUTE, work, self.waits_for(visible))
         self.modules += 1
         if reduce and self.cost.allreduce_us > 0:
-            self.last_reduce = self.add(f"all-reduce of {name}", layer, COMM, self.cost.allreduce_us, (done,))
-        if self.last_reduce is not None:
-            self.reduces_through[self.modules] = self.last_reduce
+            stream = self.stream_of(name)
+            self.last_reduces[stream] = self.add(f"all-reduce of {name}", layer, stream, self.cost.allreduce_us, (done,))
+        if self.last_reduces:
+            self.reduces_through[self.modules] = tuple(self.last_reduces.values())
+
+    def stream_of(self, name: str) -> str:
+        return COMM_2 if name == "MLP" and self.cost.communicators > 1 else COMM
 
     def _lane_module(self, name: str, layer: int, work: Work) -> None:
         """Two lanes: attention of layer l needs attention up to l-1 and MLP up to l-2, the MLP of l needs both up to l-1."""
@@ -207,16 +222,13 @@ class _Builder:
         done = self.compute(name, layer, COMPUTE if attention else LANE, work, tuple(needs))
         self.modules += 1
         if self.cost.allreduce_us > 0:
-            done = self.add(f"all-reduce of {name}", layer, COMM, self.cost.allreduce_us, (done,))
-        self.last_reduce = done
-        self.reduces_through[self.modules] = done
+            done = self.add(f"all-reduce of {name}", layer, self.stream_of(name), self.cost.allreduce_us, (done,))
 
     def waits_for(self, visible: int) -> tuple[int, ...]:
-        """The all-reduce that makes the first ``visible`` modules readable (the communication stream runs in order)."""
-        needed = self.reduces_through.get(max(0, visible))
+        """The all-reduces that make the first ``visible`` modules readable (each communication stream runs in order)."""
         if self.two_lanes and visible == self.modules:
             return tuple(range(max(0, len(self.tasks) - 4), len(self.tasks)))
-        return () if needed is None else (needed,)
+        return self.reduces_through.get(max(0, visible), ())
 
     def compute(self, name: str, layer: int, stream: str, work: Work, needs: tuple[int, ...]) -> int:
         total = work.us
@@ -231,7 +243,7 @@ class _Builder:
         return index
 
     def add(self, name: str, layer: int, stream: str, us: float, needs: tuple[int, ...] = ()) -> int:
-        self.tasks.append(Task(name, layer, stream, us, needs))
+        self.tasks.append(Task(name, layer, stream, us, needs, self.cost.wire_share if is_communication(stream) else 0.0))
         return len(self.tasks) - 1
 
 

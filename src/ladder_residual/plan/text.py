@@ -91,7 +91,7 @@ def print_validation(result: Validation) -> None:
 def print_constants(refit: Mapping[str, float] | None = None) -> None:
     table = Table("constant", "value", "refit", "meaning", "fitted on", title="Fitted constants")
     for constant in CONSTANTS:
-        again = f"{refit[constant.key]:.4g}" if refit else ""
+        again = f"{refit[constant.key]:.4g}" if refit and constant.key in refit else ""
         origin = f"{constant.data}: {constant.fitted_on}"
         table.add_row(constant.key, f"{constant.shipped:.4g}", again, constant.meaning, origin)
     _console().print(table)

@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 from html import escape
 
-from .schedule import COMM, LANE
-from .trace import WAITING, Panel, Span, is_communication
+from .schedule import COMM, LANE, is_communication
+from .trace import WAITING, Panel, Span
 
 WIDTH, LEFT, RIGHT = 960, 118, 16
 ROW, GAP, HEAD = 34, 6, 44

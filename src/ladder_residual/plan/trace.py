@@ -12,14 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from .planner import Case
-from .schedule import COMM, Timeline
+from .schedule import Timeline, is_communication
 
 WAITING = "waiting"
-
-
-def is_communication(row: str) -> bool:
-    """Sums that are in flight together are drawn on rows of their own: communication, communication 2."""
-    return row.startswith(COMM)
 
 
 @dataclass(frozen=True)
@@ -55,14 +50,15 @@ def waiting_spans(spans: Iterable[Span]) -> list[Span]:
     rows = [s.row for s in spans if not is_communication(s.row)]
     if not rows:
         return []
+    communication = sorted((s for s in spans if is_communication(s.row)), key=lambda s: s.start)
     waits, reach = [], 0.0
     end = max(s.end for s in spans)
     for start, stop in [*compute, (end, end)]:
-        if start > reach:
-            for comm in spans:
-                low, high = max(comm.start, reach), min(comm.end, start)
-                if is_communication(comm.row) and high - low > 1e-6:
-                    waits.append(Span(rows[0], WAITING, comm.layer, low, high))
+        for comm in communication:
+            low, high = max(comm.start, reach), min(comm.end, start)
+            if high - low > 1e-6:
+                waits.append(Span(rows[0], WAITING, comm.layer, low, high))
+                reach = high  # of two sums in flight at once the time is counted once
         reach = max(reach, stop)
     return waits
 
