@@ -262,7 +262,8 @@ def _decode_points(data: Mapping[str, Any], source: str, hardware: Hardware) -> 
             real_ranks=False,
         )
         wiring = TWO_LANES if row["wiring"] == "ladder" and row["lanes"] == 2 else row["wiring"]
-        group, ms, context = f"fused on {name}", float(row["ms_per_token"]), float(data["context"])
+        group = f"{data['model']}, fused on {name}"
+        ms, context = float(row["ms_per_token"]), float(data["context"])
         points.append(Point(source, group, "check", case, wiring, "ms_per_step", ms, context))
     return points
 

@@ -162,5 +162,5 @@ def _validation(validation: Validation) -> str:
         f'<td>{c.error_percent:+.1f} %</td><td class="why">{escape(c.known_miss.why if c.known_miss else "")}</td></tr>'
         for c in misses
     )
-    head = "<tr><th>outside its target</th><th>paper</th><th>planned</th><th>error</th><th>why</th></tr>"
-    return f'{summary}<h3>Where plan and paper disagree</h3><div class="wide"><table>{head}{lines}</table></div>'
+    head = "<tr><th>outside its target</th><th>measured</th><th>planned</th><th>error</th><th>why</th></tr>"
+    return f'{summary}<h3>Where the plan is wrong</h3><div class="wide"><table>{head}{lines}</table></div>'

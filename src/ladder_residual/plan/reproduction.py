@@ -120,7 +120,9 @@ def _four_hundred(paper: Sequence[Comparison]) -> str:
 
 def _emulated(validation: Validation) -> str:
     """The paper's 70B, TP 8, batch 1 beside our emulated rank at the all-reduce time the paper's own numbers imply."""
-    points = [c for c in validation.comparisons if c.point.source in ("emulated", "engine") and c.point.batch == 1]
+    engine = [c for c in validation.comparisons if c.point.source == "engine" and c.point.group.startswith("llama-3-70b,")]
+    emulated = [c for c in validation.comparisons if c.point.source == "emulated"]
+    points = [c for c in emulated + engine if (c.point.batch, c.point.tp) == (1, 8)]
     ms = {(c.point.group, c.point.link, c.point.wiring): c.point.measured for c in points}
     rows = []
     for wait, name, link in (("24 us", "NVLink", "nccl"), ("64 us", "P2P off", "nccl-no-p2p")):
@@ -157,8 +159,9 @@ def _results(validation: Validation) -> str:
         (
             "engine",
             "## Our engine on an emulated rank: emulated and planned",
-            "ladder bench decode --links 'none;5us;18us;24us;64us'",
-            "`results/engine`. The engine's gaps (and how well two lanes fill them) are calibrated, for each batch, on its steps "
+            "ladder bench decode --model llama-3-70b --tp 8 --links 'none;5us;18us;24us;64us'",
+            "`results/engine`, one row per row of its files. "
+            "The engine's gaps (and how well two lanes fill them) are calibrated, for each batch, on its steps "
             "without all-reduces: those are marked *fitted*. All others are predictions.",
         ),
         (
@@ -171,11 +174,30 @@ def _results(validation: Validation) -> str:
         found = [c for c in validation.comparisons if c.point.source == source]
         if not found:
             continue
-        rows = [(c.point.group, str(c.point.batch), c.point.link, c.point.wiring, *_cells(c, 2)) for c in found]
+        rows = [
+            (c.point.group, str(c.point.tp), str(c.point.batch), c.point.link, c.point.wiring, *_cells(c, 2)) for c in found
+        ]
         label = "emulated ms" if source == "engine" else "measured ms"
-        columns = ("what", "batch", "all-reduce", "wiring", label, "planned ms", "error")
+        columns = ("what", "tp", "batch", "all-reduce", "wiring", label, "planned ms", "error")
         parts += [f"{title}\n", _command(command), note + "\n", _table(columns, rows)]
+        if source == "engine":
+            quotients = ("what", "tp", "batch", "all-reduce", "wiring", "emulated speed-up", "planned speed-up")
+            parts += ["Ladder over standard, from the same rows:\n", _table(quotients, _gains(found))]
     return "\n".join(parts)
+
+
+def _gains(found: Sequence[Comparison]) -> list[tuple[str, ...]]:
+    """Every ladder over the standard row before it with the same all-reduce."""
+    rows, standard = [], None
+    for c in found:
+        if c.point.wiring == "standard":
+            standard = c
+        elif c.point.wiring.startswith("ladder") and standard is not None and c.point.link == standard.point.link != "0 us":
+            gains = (standard.point.measured / c.point.measured, standard.predicted / c.predicted)
+            point = c.point
+            where = (point.group, str(point.tp), str(point.batch), point.link, point.wiring)
+            rows.append((*where, *(f"{gain:.2f}" for gain in gains)))
+    return rows
 
 
 def _misses(validation: Validation) -> str:
@@ -198,7 +220,7 @@ def _misses(validation: Validation) -> str:
         "## Where ours disagrees\n\n"
         + _table(("checked points", "target", "within", "worst error"), summary)
         + "\n"
-        + _table(("point", "paper", "planned", "error", "why"), rows)
+        + _table(("point", "measured", "planned", "error", "why"), rows)
         + "\n"
         + "".join(f"- {sentence}\n" for sentence in validation.absent)
     )
