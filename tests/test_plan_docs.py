@@ -78,3 +78,11 @@ def test_the_shipped_data_name_their_sources():
     readme = (Path(__file__).parents[1] / "src/ladder_residual/data/plan/README.md").read_text()
     assert "Apache License 2.0" in readme
     assert "aiconfigurator" in readme
+
+
+def test_the_planned_picture_is_what_its_command_draws(tmp_path):
+    command = next(line for line in COMMANDS if line.startswith("ladder trace plan"))
+    result = CliRunner().invoke(cli, [*shlex.split(command)[1:-1], str(tmp_path)])
+    assert result.exit_code == 0, result.output
+    committed = Path(__file__).parents[1] / "docs" / "timeline-planned.svg"
+    assert committed.read_text() == (tmp_path / "timeline.svg").read_text(), command

@@ -55,7 +55,8 @@ def timeline_svg(panels: Sequence[Panel], subtitle: str = "") -> str:
 
 def _panel(panel: Panel, top: float, window: float, scale: float) -> tuple[list[str], float]:
     begin = _window_start(panel)
-    rows = sorted(dict.fromkeys(span.row for span in panel.spans), key=lambda row: (is_communication(row), row))
+    shown = [span for span in panel.spans if span.end > begin and span.start < begin + window]
+    rows = sorted(dict.fromkeys(span.row for span in shown), key=lambda row: (is_communication(row), row))
     facts = f"{_time(panel.layer_us)} per layer, {panel.hidden_percent:.0f} % of the communication hidden ({panel.label})"
     parts = [
         f'<text x="16" y="{top + 14}"><tspan class="title ink">{escape(panel.title)}</tspan>'
@@ -66,9 +67,7 @@ def _panel(panel: Panel, top: float, window: float, scale: float) -> tuple[list[
         name = {LANE: "lane 2"}.get(row, row.replace(COMM, "all-reduce"))
         parts.append(f'<text class="soft" x="16" y="{at + ROW / 2 + 5}">{name}</text>')
         parts.append(f'<line class="axis" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{at + ROW}" y2="{at + ROW}"/>')
-        for span in panel.spans:
-            if span.row == row and span.end > begin and span.start < begin + window:
-                parts.append(_box(span, begin, window, scale, at))
+        parts += [_box(span, begin, window, scale, at) for span in shown if span.row == row]
         at += ROW + GAP
     return parts, at - top
 
