@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from ladder_residual.plan.planner import TWO_LANES, make_cases
 from ladder_residual.plan.schedule import COMM
 from ladder_residual.plan.timeline_svg import timeline_svg
-from ladder_residual.plan.trace import WAITING, Span, chrome_trace, planned_panel, waiting_spans
+from ladder_residual.plan.trace import WAITING, Span, chrome_trace, planned_panel, waiting_spans, write_trace
 from ladder_residual.plan.trace_commands import trace_app
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -101,6 +101,29 @@ def test_command_writes_both_files(tmp_path):
     assert facts["wirings"][1]["hidden_percent"] > 90
     assert json.loads((tmp_path / "out" / "trace.json").read_text())["traceEvents"]
     ET.parse(tmp_path / "out" / "timeline.svg")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--tp", "1"], "nothing to wait for"),
+        (["--latency", "auto"], "a latency in numbers"),
+        (["--latency", "3"], "has no unit"),
+        (["run", "--wirings", "standard,parallel"], "in a run of its own"),
+        (["--model", "llama-9-90b"], "llama-9-90b"),
+        (["--layers", "4", "--wirings", "ladder:7"], "names layer 7"),
+    ],
+)
+def test_bad_recordings_are_refused_before_ranks_are_started(arguments, says):
+    result = CliRunner().invoke(trace_app, arguments)
+    assert isinstance(result.exception, ValueError)
+    assert says in str(result.exception)
+
+
+def test_a_folder_that_cannot_be_written_is_said(case, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot write a trace to"):
+        write_trace([planned_panel(case, "ladder")], {}, tmp_path / "file")
 
 
 def test_command_refuses_an_unknown_wiring(tmp_path):

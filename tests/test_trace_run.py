@@ -113,7 +113,7 @@ def test_a_trace_is_read_back():
 
 
 def spans_of_wirings(world):
-    model = _model(world, str(demo_directory()), None, "float32", ["standard", "ladder"])
+    model = _model(world, str(demo_directory()), None, "float32")
     link = LinkTimes(1e-4, 2e-3)
     return {spec: _record_wiring(model, spec, world, link, 2, 4, 2, None) for spec in ("standard", "ladder", "no-comm")}
 

@@ -22,12 +22,12 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
 from .bench.overlap import _Decoder, _sync, environment, random_model
-from .config import Wiring
 from .loading import DTYPES, load_model
 from .model import decoder_layers
 from .parallel import World
 from .plan.schedule import COMM, COMPUTE, is_communication
 from .plan.trace import WAITING, Panel, Span, layer_us, waiting_spans, write_trace
+from .plan.trace_commands import check_request
 from .presets import ModelShape
 from .reduce import Pending, RecordingReducer, Reducer
 
@@ -272,13 +272,8 @@ def record(
     """Record every wiring; rank 0 writes ``trace.json`` (all ranks) and ``timeline.svg`` (rank 0). Returns the facts."""
     if world.size < 2:
         raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
-    for name, number in (("steps", steps), ("batch", batch), ("prompt", prompt)):
-        if number < 1:
-            raise ValueError(f"--{name} must be at least 1, got {number}")
-    parallel = [spec for spec in wirings if spec.lower().startswith("parallel")]
-    if parallel and len(parallel) < len(wirings):
-        raise ValueError("parallel layers have one norm, the others two: record parallel in a run of its own")
-    model = _model(world, source, layers, dtype, wirings)
+    check_request(source=source, layers=layers, wirings=wirings, batch=batch, prompt=prompt, steps=steps)
+    model = _model(world, source, layers, dtype)
     message = torch.zeros(batch, 1, model.config.hidden_size, dtype=model.dtype, device=world.device)
     link = LinkTimes(_bare_sum(world, message), latency)
     if profiles:
@@ -321,16 +316,12 @@ def record(
     return {**about, "trace": str(trace), "timeline": str(picture)}
 
 
-def _model(world: World, source: str, layers: int | None, dtype: str, wirings: Sequence[str]) -> PreTrainedModel:
+def _model(world: World, source: str, layers: int | None, dtype: str) -> PreTrainedModel:
     if Path(source).is_dir():
-        if layers:
-            raise ValueError("--layers is for published shapes; a checkpoint is recorded whole")
         return load_model(source, world, dtype=dtype)
     shape = ModelShape.from_name(source)
     if layers is not None:
         shape = replace(shape, num_layers=layers)
-    for spec in wirings:
-        Wiring.parse(spec, shape.num_layers)
     if dtype not in DTYPES:
         raise ValueError(f"random weights need a dtype of their own, one of {', '.join(DTYPES)}; got {dtype!r}")
     return random_model(shape, world, DTYPES[dtype])

@@ -131,9 +131,12 @@ def write_trace(
     from .timeline_svg import timeline_svg
 
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     trace, picture = folder / "trace.json", folder / "timeline.svg"
-    trace.write_text(json.dumps(chrome_trace(panels, about)))
-    drawn = panels if drawn is None else drawn
-    picture.write_text(timeline_svg(drawn, subtitle=str(about.get("setting", ""))))
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        trace.write_text(json.dumps(chrome_trace(panels, about)))
+        drawn = panels if drawn is None else drawn
+        picture.write_text(timeline_svg(drawn, subtitle=str(about.get("setting", ""))))
+    except OSError as error:
+        raise ValueError(f"cannot write a trace to {folder}: {error.strerror}") from error
     return trace, picture

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
+from ..config import Wiring
+from ..presets import ModelShape
 from .commands import HardwareFiles, Json, load_hardware
 
 
@@ -29,6 +32,23 @@ trace_app = typer.Typer(
     no_args_is_help=True,
 )
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for trace.json and timeline.svg.")]
+
+
+def check_request(*, source: str, layers: int | None, wirings: Sequence[str], batch: int, prompt: int, steps: int) -> None:
+    """What is wrong with a request, said before any rank is started."""
+    for name, number in (("steps", steps), ("batch", batch), ("prompt", prompt)):
+        if number < 1:
+            raise ValueError(f"--{name} must be at least 1, got {number}")
+    parallel = [spec for spec in wirings if spec.lower().startswith("parallel")]
+    if parallel and len(parallel) < len(wirings):
+        raise ValueError("parallel layers have one norm, the others two: record parallel in a run of its own")
+    if Path(source).is_dir():
+        if layers is not None:
+            raise ValueError("--layers is for published shapes; a checkpoint is recorded whole")
+        return
+    shape = ModelShape.from_name(source)
+    for spec in wirings:
+        Wiring.parse(spec, shape.num_layers if layers is None else layers)
 
 
 @trace_app.command("run")
@@ -54,6 +74,9 @@ def trace_recorded(
     names, seconds = split_wirings(wirings), read_seconds(latency)
     if seconds is None:
         raise ValueError("a recorded run needs a latency in numbers, such as 3ms, or 0 for the link as it is")
+    check_request(source=model, layers=layers, wirings=names, batch=batch, prompt=prompt, steps=steps)
+    if tp == 1:
+        raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own notes of its start and end; read as torch is loaded
     on_ranks(tp)
     from ..parallel import distributed
