@@ -6,6 +6,7 @@ longer than a tiny engine's whole life, so jobs share a process.
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -61,16 +62,15 @@ def environment(folder: Path, ranks: int) -> dict[str, str]:
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
     """Nothing a test started outlives it."""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
     process.wait()
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
+
+    from vllm import LLM, SamplingParams
 
     options = {"max_model_len": 256, "max_num_seqs": 8, "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True}
     llm = LLM(job["model"], **(options | job.get("engine", {})))
@@ -95,9 +95,8 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
 def register_loaded_classes() -> None:
     """vLLM inspects a class it was given by name in a process of its own, 8 s each the first time; one it has loaded, at once.
     The server's tests go the whole way."""
-    from vllm import ModelRegistry
-
     from ladder_residual.vllm_plugin import models
+    from vllm import ModelRegistry
 
     for name, value in vars(models).items():
         if name.startswith("Ladder") and isinstance(value, type):

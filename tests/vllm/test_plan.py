@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from transformers import AutoConfig
 
 from ladder_residual import Wiring
 from ladder_residual.vllm_plugin.plan import Boundary, boundaries
@@ -13,7 +16,8 @@ from ladder_residual.vllm_plugin.plan import Boundary, boundaries
 KEPT = {
     "standard": [0, 0, 0, 0, 0, 0, 0, 0],
     "ladder": [1, 1, 1, 1, 1, 1, 1, 0],  # after the last module nothing computes that could hide its sum
-    "ladder:1-2": [0, 1, 1, 1, 1, 0, 0, 0],  # the first ladder attention reads the stream before the last standard MLP joined it
+    # The first ladder attention reads the stream before the last standard MLP joined it.
+    "ladder:1-2": [0, 1, 1, 1, 1, 0, 0, 0],
     "ladder:0,2": [1, 0, 0, 1, 1, 0, 0, 0],
 }
 
@@ -30,8 +34,8 @@ def test_rank_dependent_wirings() -> None:
     assert boundaries(Wiring.parse("desync-2x", 2)) == [own, mean, own, mean]
     assert boundaries(Wiring.parse("no-comm", 2)) == [own] * 4
     # Layers 1-2 of four: sums after modules 4 and 8 of the chain; the standard layer above needs one stream again.
-    joins = [(boundary.join, boundary.agree) for boundary in boundaries(Wiring.parse("desync-4x:1-2", 4))]
-    assert joins == [("sum", False)] * 2 + [("own", False), ("mean", False), ("own", False), ("own", True)] + [("sum", False)] * 2
+    sums, agreed = [Boundary("sum", 0)] * 2, Boundary("own", 0, agree=True)
+    assert boundaries(Wiring.parse("desync-4x:1-2", 4)) == [*sums, own, mean, own, agreed, *sums]
 
 
 def test_importing_the_package_does_not_import_vllm() -> None:
@@ -47,10 +51,39 @@ def test_without_vllm_the_plugin_says_so() -> None:
 
 
 def test_registering_twice_is_harmless() -> None:
-    from vllm import ModelRegistry
-
     from ladder_residual.vllm_plugin import register
+    from vllm import ModelRegistry
 
     register()
     register()
     assert "LadderQwen3ForCausalLM" in ModelRegistry.get_supported_archs()
+
+
+def served_as(wiring: str, **parallel: Any) -> Any:
+    """As much of vLLM's configuration as the check reads."""
+    sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "data_parallel_size": 1, "enable_expert_parallel": False}
+    config = AutoConfig.for_model("llama", num_hidden_layers=4, wiring=wiring)
+    return SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=config),
+        parallel_config=SimpleNamespace(**(sizes | parallel)),
+        compilation_config=SimpleNamespace(pass_config=SimpleNamespace()),
+        speculative_config=None,
+    )
+
+
+def test_diverging_streams_are_not_sent_between_stages() -> None:
+    from ladder_residual.vllm_plugin.models import checked_wiring
+
+    two_by_two = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
+    assert checked_wiring(served_as("ladder", **two_by_two), "llama").spec == "ladder"
+    with pytest.raises(ValueError, match="--pipeline-parallel-size 1"):
+        checked_wiring(served_as("desync-2x@2", **two_by_two), "llama")
+
+
+def test_drafts_that_read_hidden_states_are_refused() -> None:
+    from ladder_residual.vllm_plugin.models import checked_wiring
+
+    config = served_as("ladder")
+    config.speculative_config = SimpleNamespace(method="eagle3")
+    with pytest.raises(ValueError, match="ngram and suffix work"):
+        checked_wiring(config, "llama")

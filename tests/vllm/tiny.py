@@ -110,7 +110,8 @@ def lora_adapter(directory: Path, checkpoint: Path) -> PreTrainedModel:
             module.weight.data += LORA_ALPHA / LORA_RANK * b @ a
     directory.mkdir()
     save_file(tensors, directory / "adapter_model.safetensors")
-    fields = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_ALPHA, "target_modules": list(LORA_MODULES), "bias": "none"}
+    fields = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_ALPHA, "bias": "none"}
+    fields["target_modules"] = list(LORA_MODULES)
     (directory / "adapter_config.json").write_text(json.dumps(fields))
     return model
 

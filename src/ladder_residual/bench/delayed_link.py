@@ -10,6 +10,7 @@ many small kernels.) Needs root and `ip`; one process per link, about 20 us of C
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import multiprocessing
@@ -115,10 +116,8 @@ def _open_tun_in(namespace: str) -> int:
 
 
 def _forward(left: int, right: int, seconds: float) -> None:
-    try:
+    with contextlib.suppress(OSError):
         os.nice(-20)  # a wire has no queue for the processor
-    except OSError:
-        pass
     other = {left: right, right: left}
     held: deque[tuple[float, int, bytes]] = deque()
     while True:
@@ -133,7 +132,5 @@ def _forward(left: int, right: int, seconds: float) -> None:
         now = time.monotonic()
         while held and held[0][0] <= now:
             _, device, packet = held.popleft()
-            try:
+            with contextlib.suppress(OSError):  # as a wire: what the other side cannot take is lost, and sent again by TCP
                 os.write(device, packet)
-            except OSError:
-                pass  # as a wire: what the other side cannot take is lost, and sent again by TCP

@@ -146,8 +146,8 @@ def measure(server: Server, load: Load, scratch: Path) -> dict[str, float]:
     out.unlink(missing_ok=True)
     command = [*server.enter, *VLLM, "bench", "serve", "--backend", "openai", "--base-url", server.url, "--model", server.model]
     command += ["--tokenizer", server.tokenizer or server.model, "--dataset-name", "random", "--ignore-eos", "--disable-tqdm"]
-    command += ["--random-input-len", str(load.prompt_tokens), "--random-output-len", str(load.new_tokens), "--temperature", "0"]
-    command += ["--num-prompts", str(load.prompts), "--max-concurrency", str(load.concurrency), "--request-rate", str(load.rate)]
+    command += f"--random-input-len {load.prompt_tokens} --random-output-len {load.new_tokens} --temperature 0".split()
+    command += f"--num-prompts {load.prompts} --max-concurrency {load.concurrency} --request-rate {load.rate}".split()
     command += ["--save-result", "--result-dir", str(scratch), "--result-filename", out.name]
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -171,7 +171,8 @@ def run(servers: list[Server], loads: list[Load], rounds: int, say: Callable[[st
                     time.sleep(IDLE_SECONDS)
                     sample = measure(server, load, Path(scratch))
                     samples.setdefault((server.wiring, load.rate), []).append(sample)
-                    say(f"round {number + 1}/{rounds}  {server.wiring:12} {load.rate:g} requests/s: {sample['tpot_ms']:.1f} ms/token")
+                    which = f"round {number + 1}/{rounds}  {server.wiring:12} {load.rate:g} requests/s"
+                    say(f"{which}: {sample['tpot_ms']:.1f} ms/token")
     rows = []
     for (wiring, rate), found in samples.items():
         row: dict[str, Any] = {"wiring": wiring, "rate": rate if math.isfinite(rate) else "inf"}
@@ -212,8 +213,8 @@ def random_checkpoint(directory: Path, layers: int, hidden: int) -> Path:
 
 def serve(
     model: Annotated[str | None, typer.Option(help="Checkpoint directory; default: a Llama with random weights.")] = None,
-    wirings: Annotated[str, typer.Option(help="Separated by commas, the first is the baseline; 'vllm' is vLLM's own model.")] = "standard,ladder",
-    link: Annotated[str, typer.Option(help="Latency of one way between two ranks in two network namespaces (needs root); 0: none.")] = "1ms",
+    wirings: Annotated[str, typer.Option(help="The first is the baseline; 'vllm' is vLLM's own model.")] = "standard,ladder",
+    link: Annotated[str, typer.Option(help="Latency between two ranks, one way (needs root); 0: none.")] = "1ms",
     rates: Annotated[str, typer.Option(help="Requests per second, separated by commas; inf: all at once.")] = "0.5,inf",
     rounds: Annotated[int, typer.Option(help="Rounds; in each, every server is measured at every rate.")] = 3,
     prompts: Annotated[int, typer.Option(help="Requests of one measurement.")] = 6,
@@ -223,7 +224,7 @@ def serve(
     tp: Annotated[int, typer.Option(help="Ranks; with a link, 2.")] = 2,
     layers: Annotated[int, typer.Option(help="Layers of the random model.")] = 12,
     hidden: Annotated[int, typer.Option(help="Hidden size of the random model, a multiple of 128.")] = 1024,
-    eager: Annotated[bool, typer.Option("--eager/--compiled", help="vLLM's --enforce-eager: faster start, slower steps.")] = False,
+    eager: Annotated[bool, typer.Option("--eager/--compiled", help="vLLM's --enforce-eager.")] = False,
     url: Annotated[str | None, typer.Option(help="Measure the server at this address instead of starting any.")] = None,
     logs: Annotated[Path | None, typer.Option(help="Where the servers' logs go.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the JSON result here too.")] = None,
@@ -253,7 +254,13 @@ def serve(
             directories = checkpoints(folder, model, names, layers, hidden)
             wire = stack.enter_context(DelayedLink(seconds)) if seconds else None
             servers = []
-            options = {"tp": tp, "link": wire, "eager": eager, "logs": log_folder, "max_len": prompt_tokens + new_tokens + 64}
+            options: dict[str, Any] = {
+                "tp": tp,
+                "link": wire,
+                "eager": eager,
+                "logs": log_folder,
+                "max_len": prompt_tokens + new_tokens + 64,
+            }
             for name, (directory, overrides) in directories.items():
                 say(f"starting vLLM: {name}")
                 servers.append(stack.enter_context(started(directory, name, overrides=overrides, **options)))
@@ -320,11 +327,12 @@ def _print(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("wiring", "requests/s", "TTFT ms", "ms/token", "min-max", "tokens/s", "speed-up", title=f"vLLM, {result['link']}")
+    columns = ("wiring", "requests/s", "TTFT ms", "ms/token", "min-max", "tokens/s", "speed-up")
+    table = Table(*columns, title=f"vLLM, {result['link']}")
     for row in result["rows"]:
-        spread = f"{row['tpot_ms_min']:.1f}-{row['tpot_ms_max']:.1f}"
-        cells = [f"{row['ttft_ms']:.0f}", f"{row['tpot_ms']:.1f}", spread, f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x"]
-        table.add_row(row["wiring"], str(row["rate"]), *cells)
+        per_token = (f"{row['tpot_ms']:.1f}", f"{row['tpot_ms_min']:.1f}-{row['tpot_ms_max']:.1f}")
+        tail = (f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x")
+        table.add_row(row["wiring"], str(row["rate"]), f"{row['ttft_ms']:.0f}", *per_token, *tail)
     Console(width=110).print(table)
 
 

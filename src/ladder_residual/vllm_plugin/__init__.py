@@ -10,7 +10,9 @@ import importlib.util
 
 _spec = importlib.util.find_spec("vllm")
 if _spec is None or _spec.origin is None:  # a folder that happens to be called vllm has no origin
-    raise ImportError("ladder_residual.vllm_plugin needs vLLM, which is not installed here: pip install vllm (CPU: see docs/serving.md)")
+    raise ImportError(
+        "ladder_residual.vllm_plugin needs vLLM, which is not installed here: pip install vllm (CPU: see docs/serving.md)"
+    )
 
 # Families whose vLLM model this plugin rewires. The others of families.py load elsewhere, but are not served.
 SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")

@@ -42,6 +42,10 @@ class RewiredLayer(nn.Module):
 
     plan: LayerPlan
     mlp_name: str
+    # vLLM's own, by the names all served families share.
+    self_attn: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
 
     def forward(
         self, positions: Tensor, hidden_states: Tensor, residual: Tensor | Carried | None, **unused: Any
@@ -127,15 +131,14 @@ def _rewired_class(base: type[nn.Module]) -> type[nn.Module]:
     return type(f"Rewired{base.__name__}", (RewiredLayer, base), {"__module__": __name__})
 
 
-def rewire_layers(
-    layers: nn.ModuleList, start: int, end: int, plan: list[Boundary], mlp_name: str, link: Link | None
-) -> None:
+def rewire_layers(layers: nn.ModuleList, start: int, end: int, plan: list[Boundary], mlp_name: str, link: Link | None) -> None:
     """Give the layers of this stage (``start`` to ``end``) their place in ``plan``, and leave their sums to us."""
     through_link = link is not None and link.replaces_blocking_sums
     for index in range(start, end):
         layer: Any = layers[index]
         _leave_sums_open(layer.self_attn, getattr(layer, mlp_name))
-        layer.__class__ = _rewired_class(type(layer))
+        base: Any = type(layer)
+        layer.__class__ = _rewired_class(base)
         layer.mlp_name = mlp_name
         layer.plan = LayerPlan(
             below=plan[2 * index - 1] if index else None,

@@ -37,7 +37,7 @@ class RewiredForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         wiring = checked_wiring(vllm_config, self.model_type)
-        super().__init__(vllm_config=vllm_config, prefix=prefix)  # type: ignore[call-arg]
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
         model: Any = self.model
         plan = boundaries(wiring)
         through_link = get_tensor_model_parallel_world_size() > 1 and any(boundary.join == SUM for boundary in plan)
@@ -66,11 +66,17 @@ def checked_wiring(vllm_config: VllmConfig, model_type: str) -> Wiring:
             f"one stream: run with --pipeline-parallel-size 1 (got {parallel.pipeline_parallel_size})"
         )
     if wiring.kind != "standard" and getattr(vllm_config.compilation_config.pass_config, "enable_sp", False):
-        raise ValueError("sequence parallelism (pass_config.enable_sp) rewrites the sums of standard layers only: switch it off")
+        raise ValueError(
+            "sequence parallelism (pass_config.enable_sp) rewrites the sums of standard layers only: switch it off"
+        )
     if vllm_config.speculative_config is not None and vllm_config.speculative_config.method not in ("ngram", "suffix"):
         raise ValueError(
             f"speculative decoding with {vllm_config.speculative_config.method!r} reads hidden states that a rewired model does not "
             f"have; ngram and suffix work"
+        )
+    if getattr(parallel, "enable_dbo", False):
+        raise ValueError(
+            "dual batch overlap runs two batches at once, but sums in flight are counted for one: run without --enable-dbo"
         )
     if model_type in ("mixtral", "qwen3_moe") and (parallel.enable_expert_parallel or parallel.data_parallel_size > 1):
         raise ValueError(

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.library import Library
-from vllm import ir
 from vllm.utils.torch_utils import direct_register_custom_op
+
+from vllm import ir
 
 from .link import link
 
