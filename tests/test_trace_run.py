@@ -10,7 +10,9 @@ import pytest
 
 from ladder_residual.demo import demo_directory
 from ladder_residual.parallel import World
+from ladder_residual.plan.results import read_results
 from ladder_residual.plan.schedule import COMM, COMPUTE
+from ladder_residual.plan.timeline_svg import timeline_svg
 from ladder_residual.plan.trace import WAITING, Span, chrome_trace, read_trace
 from ladder_residual.trace_run import (
     LinkTimes,
@@ -28,6 +30,7 @@ from ladder_residual.trace_run import (
 )
 from ranks import run_on_ranks
 
+ROOT = Path(__file__).parents[1]
 LINK = LinkTimes(bare=10e-6, latency=90e-6)  # 100 us on its own
 
 
@@ -192,3 +195,13 @@ def test_bad_requests_are_refused(change, says):
 def test_one_rank_has_nothing_to_wait_for():
     with pytest.raises(ValueError, match="nothing to wait for"):
         record(World(), source="ladder-1b", wirings=["standard"], **ASKED)
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "results" / "trace").iterdir()), ids=lambda folder: folder.name)
+def test_committed_recordings_and_their_pictures_belong_together(folder):
+    [timeline] = read_results([folder]).timelines
+    assert timeline.label == "measured"
+    drawn = ET.fromstring(timeline_svg(timeline.panels)).get("aria-label")
+    assert drawn == ET.parse(folder / "timeline.svg").getroot().get("aria-label")
+    about = json.loads((folder / "trace.json").read_text())["otherData"]
+    assert {"machine", "torch", "date", "commit"} <= set(about)
