@@ -57,6 +57,8 @@ class Case:
 
     def timeline(self, wiring: str, phase: Phase) -> Timeline:
         """The simulated forward pass of ``phase``."""
+        if wiring.endswith(":last-half") and self.model.num_layers < 2:
+            wiring = "standard"  # half of one layer is none
         two_lanes = wiring == TWO_LANES
         if two_lanes and not self.engine.lane_overlap:
             raise ValueError(f"engine {self.engine.name} has no two-lane schedule")
