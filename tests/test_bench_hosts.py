@@ -23,7 +23,18 @@ def namespaces():
 
 def test_two_hosts_measure_every_wiring_and_leave_nothing(demo_dir):
     before = namespaces()
-    options = ["--model", str(demo_dir), "--delay", "1ms", "--rate", "1gbit", "--phases", "decode,prefill", "--wirings", "ladder"]
+    options = [
+        "--model",
+        str(demo_dir),
+        "--delay",
+        "1ms",
+        "--rate",
+        "1gbit",
+        "--phases",
+        "decode,prefill",
+        "--wirings",
+        "ladder",
+    ]
     done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])

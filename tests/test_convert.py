@@ -1,5 +1,7 @@
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -63,7 +65,24 @@ def test_the_authors_checkpoints_convert(plain, tmp_path):
     assert "ladder_layers" not in json.loads((tmp_path / "ours" / "config.json").read_text())
 
 
-def test_bad_targets_lose_nothing(plain, tmp_path):
+def test_an_interrupted_overwrite_keeps_the_old_checkpoint(plain, tmp_path, monkeypatch):
+    convert(plain, tmp_path / "target", "ladder")
+    rename = Path.rename
+
+    def interrupted(self, target):
+        # The new config is about to take the place of the old one, which is aside by now.
+        if Path(target) == (tmp_path / "target").resolve() / "config.json" and ".old." not in str(self):
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        convert(plain, tmp_path / "target", "ladder:1", overwrite=True)
+    assert json.loads((tmp_path / "target" / "config.json").read_text())["wiring"] == "ladder"
+    assert sorted(os.listdir(tmp_path)) == ["plain", "target"]
+
+
+def test_bad_targets_lose_nothing(plain, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="same directory"):
         convert(plain, plain, "ladder")
     target = tmp_path / "target"
@@ -82,6 +101,22 @@ def test_bad_targets_lose_nothing(plain, tmp_path):
     assert json.loads((tmp_path / "again" / "config.json").read_text())["wiring"] == "ladder:0"
     with pytest.raises(ValueError, match="one norm"):
         convert(plain, tmp_path / "parallel", "parallel")
+    # Into the current directory, which has a name only once it is resolved.
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    convert(plain, ".", "ladder")
+    convert(plain, ".", "ladder:1", overwrite=True)
+    assert json.loads((tmp_path / "here" / "config.json").read_text())["wiring"] == "ladder:1"
+    # A directory that holds the source, or anything a checkpoint does not, is not deleted.
+    convert(plain, tmp_path / "again" / "inner", "ladder")
+    with pytest.raises(ValueError, match="contains the source"):
+        convert(tmp_path / "again" / "inner", tmp_path / "again", "standard", overwrite=True)
+    with pytest.raises(ValueError, match="holds the directory inner"):
+        convert(plain, tmp_path / "again", "standard", overwrite=True)
+    assert (tmp_path / "again" / "inner" / "config.json").exists()
+    monkeypatch.chdir(tmp_path)
+    shutil.rmtree(tmp_path / "here")
+    shutil.rmtree(tmp_path / "again" / "inner")
     assert sorted(os.listdir(tmp_path)) == ["again", "plain", "target"]  # and no scratch directory
 
 

@@ -116,5 +116,10 @@ def test_rewire_refuses_what_does_not_fit():
         rewire(model, "ladder:40")
     with pytest.raises(ValueError, match="one norm"):
         rewire(model, "parallel")
+    fields = {key: value for key, value in tiny_config("llama").to_dict().items() if key != "model_type"}
+    one_norm = AutoModelForCausalLM.from_config(ladder_config_class("llama")(**fields | {"wiring": "parallel"}))
+    for spec in ("standard", "parallel:0", "ladder"):
+        with pytest.raises(ValueError, match="one norm"):
+            rewire(one_norm, spec)
     with pytest.raises(ValueError, match="can rewire a LlamaForCausalLM, got LlamaModel"):
         rewire(model.model, "ladder")

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from ladder_residual.bench.commands import read_seconds, split_wirings
 from ladder_residual.cli import app
-from ladder_residual.generate import Sampling, complete, load_tokenizer, read_prompts
+from ladder_residual.generate import Sampling, complete, complete_all, load_tokenizer, read_prompts
 from ladder_residual.loading import load_model
 from ladder_residual.parallel import World
 
@@ -77,6 +77,21 @@ def test_bad_sampling(options, named):
         Sampling(**options)
 
 
+def test_one_seed_draws_anew_in_every_batch(model):
+    sampling = Sampling(max_new_tokens=15, temperature=1.5, seed=7)
+    options = dict(batch_size=2, chat=False)
+    texts = [c.text for c in complete_all(*model, [PROMPT] * 4, sampling, World(), **options)]
+    assert len(set(texts)) == 4
+    assert texts == [c.text for c in complete_all(*model, [PROMPT] * 4, sampling, World(), **options)]
+
+
+def test_tokens_after_a_stop_string_do_not_count(model):
+    sampling = Sampling(max_new_tokens=40, temperature=0, stop=("Lily",))
+    stopped, other = complete(*model, [PROMPT, "The dog and the cat"], sampling, World())
+    assert stopped.text == " named Lily"
+    assert stopped.new_tokens < 10 < other.new_tokens
+
+
 def test_prompts_that_do_not_fit(model):
     with pytest.raises(ValueError, match="exceed the model's context of 512"):
         complete(*model, ["word " * 600], Sampling(max_new_tokens=10), World())
@@ -87,12 +102,15 @@ def test_prompt_files(model, tmp_path):
     good = tmp_path / "prompts.jsonl"
     good.write_text('{"prompt": "a"}\n\n{"prompt": "b"}\n')
     assert read_prompts(good, tokenizer) == (["a", "b"], False)
+    good.write_text('{"prompt": "a\u2028b"}\n')
+    assert read_prompts(good, tokenizer) == (["a\u2028b"], False)
     for content, named in [
         ("{\n", "line 1: not JSON"),
         ('{"prompt": "a"}\n{"text": "b"}\n', 'line 2: expected an object with "prompt"'),
         ("[1]\n", "line 1: expected"),
         ("", "holds no prompt"),
         ('{"messages": []}\n', "no chat template"),
+        ('{"messages": ["x"]}\n', "line 1: every message needs"),
     ]:
         bad = tmp_path / "bad.jsonl"
         bad.write_text(content)
@@ -151,6 +169,11 @@ def test_torchrun_is_the_same_as_tp(demo_dir):
     ("arguments", "named"),
     [
         (["generate", "DEMO"], "give either --prompt TEXT or --file FILE"),
+        (["generate", "DEMO", "-p", "x", "--out", "OUT"], "--out takes the completions of --file"),
+        (["generate", "DEMO", "--file", "OUT", "--out", "OUT"], "the same file"),
+        (["generate", "DEMO", "-p", "\udcff"], "not valid text"),
+        (["generate", "DEMO", "-p", "x", "--seed", "99999999999999999999"], "seed must be between"),
+        (["convert", "DEMO", "/proc/x", "--wiring", "ladder"], "/proc/"),
         (["generate", "DEMO", "-p", "x", "--tp", "3"], "tp=3 does not divide 8 query heads with 4 KV heads"),
         (["generate", "DEMO", "-p", "x", "--tp", "0"], "--tp must be at least 1"),
         (["generate", "DEMO", "-p", "x", "--wiring", "ladder:9"], "layer 9, but the model has 5 layers"),
@@ -202,6 +225,15 @@ def test_bench_decode_on_cpu_measures_real_ranks(demo_dir):
     assert all(row["median_ms"] > 0 for row in result["rows"])
 
 
+def test_the_demo_shows_what_it_says():
+    result = json.loads(ladder("demo", "--json").stdout)
+    assert result["same_text"]
+    assert {row["wiring"] for row in result["overlap"]["rows"]} == {"standard", "ladder:last-half", "ladder", "no-comm"}
+    losses = result["losses"]
+    assert 1.2 < losses["standard"] < 1.4  # the loss of a model that knows the language of these stories
+    assert losses["standard"] < losses["ladder:last-half"] < losses["ladder"]
+
+
 def test_small_readers():
     assert read_seconds("500us") == pytest.approx(5e-4)
     assert read_seconds("2ms") == pytest.approx(2e-3)
@@ -230,7 +262,7 @@ def generating(demo_dir, tmp_path, *options):
     return process, [int(pid) for pid in ranks]
 
 
-def finish(process, within):
+def finish(process, within, gone=()):
     started = time.monotonic()
     try:
         _, errors = process.communicate(timeout=within + 60)
@@ -238,6 +270,9 @@ def finish(process, within):
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
     assert time.monotonic() - started < within
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in gone) and time.monotonic() < deadline:
+        time.sleep(0.1)
     assert not subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True).stdout.split()
     return errors
 
@@ -252,6 +287,30 @@ def test_a_dying_rank_stops_the_others(demo_dir, how, tmp_path):
     assert f"rank 1 of 2 (pid {ranks[1]}) was killed by {how.name}" in errors, errors[-2000:]
     # What was complete before is still there, line by line.
     assert all(json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()[:-1])
+
+
+def test_an_error_of_one_rank_alone_is_told(demo_dir, tmp_path):
+    """Rank 1 finds no checkpoint where rank 0 finds one (as on a second host that lacks it)."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, pathlib\n"
+        "if os.environ.get('RANK') == '1':\n"
+        "    is_dir = pathlib.Path.is_dir\n"
+        "    pathlib.Path.is_dir = lambda self: False if str(self).endswith('data/demo') else is_dir(self)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = ladder("generate", demo_dir, "-p", "x", "--tp", "2", "--timeout", "20", check=False, env=environment)
+    assert done.returncode == 2, done.stderr[-2000:]
+    assert "error: rank 1: " in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_stopping_the_command_stops_its_ranks(demo_dir, tmp_path, how):
+    process, ranks = generating(demo_dir, tmp_path)
+    os.kill(process.pid, how)
+    errors = finish(process, within=60, gone=ranks)
+    assert process.returncode in (-how, 128 + how)
+    assert "Traceback" not in errors
 
 
 def test_a_stopped_rank_is_noticed_after_the_time_out(demo_dir, tmp_path):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import resource
 import struct
 import subprocess
 import sys
@@ -167,9 +166,11 @@ def test_broken_config(saved):
         ({"wiring": 3}, "a wiring is a string"),
         ({"model_type": "ladder_bert"}, "unknown family"),
         ({"quantization_config": {"bits": 4}}, "quantised"),
-        ({"num_attention_heads": 0}, ""),
-        ({"hidden_act": "nope"}, ""),
-        ({"rope_parameters": 5}, ""),
+        ({"num_hidden_layers": 3, "wiring": "ladder"}, "tensors that its config.json has no place for (model.layers.3."),
+        ({"attention_bias": False}, "has no place for (model.layers.0.self_attn.k_proj.bias"),
+        ({"num_attention_heads": 0}, "num_attention_heads"),
+        ({"hidden_act": "nope"}, "nope"),
+        ({"rope_parameters": 5}, "rope_parameters"),
     ],
 )
 def test_configs_that_contradict_the_weights(saved, changes, named):
@@ -192,6 +193,26 @@ def test_truncated_and_missing_weights(saved):
     (saved / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     with pytest.raises(ValueError, match="a pickle can run any code"):
         load_model(saved)
+
+
+def test_auto_dtype_is_the_weights_own(saved):
+    model = tiny_model("llama").to(torch.float16)
+    model.save_pretrained(saved / "half")
+    rewrite_config(saved / "half", dtype=None)
+    assert load_model(saved / "half").dtype == torch.float16
+
+
+def save_sharded(world, directory):
+    model = load_model(directory, world)
+    try:
+        model.save_pretrained(directory + "/again")
+    except ValueError as error:
+        return str(error)
+
+
+def test_one_ranks_slices_are_not_saved_as_a_checkpoint(saved):
+    assert all("one rank's slices" in message for message in run_on_ranks(2, save_sharded, str(saved)))
+    assert not (saved / "again").exists()
 
 
 def test_a_tensor_is_missing(saved):
@@ -289,4 +310,3 @@ def test_peak_memory_is_the_ranks_share(tmp_path):
         assert int(held) < 0.55 * size
         # One matrix read whole (a cut by columns touches all of its pages) and the reader's window come on top.
         assert int(grew) < int(held) + 0.25 * size, (grew, held, size)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss > 0

@@ -55,6 +55,23 @@ def test_generate(ladder, options):
         assert together[row, 6:].tolist() == alone[0, real.shape[1] :].tolist()
 
 
+@pytest.mark.parametrize(
+    "options", [{"num_beams": 3, "do_sample": False}, {"do_sample": True, "top_k": 20, "temperature": 0.8}]
+)
+def test_beams_and_samples_equal_transformers(options):
+    """With the standard wiring: token for token what transformers' own class gives; with ladder: with and without a cache."""
+    model = tiny_model("llama")
+    for first, second, more in (
+        (model, rewire(clone(model), "standard"), {}),
+        (*[rewire(clone(model), SPEC)] * 2, {"use_cache": False}),
+    ):
+        tokens = []
+        for which, extra in ((first, {}), (second, more)):
+            torch.manual_seed(5)
+            tokens.append(which.generate(**padded_batch(), max_new_tokens=8, **options, **extra))
+        assert torch.equal(*tokens)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
 @torch.no_grad()  # torch has no backward of flex attention on CPU
 def test_attention_implementations_agree(implementation):

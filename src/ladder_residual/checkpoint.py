@@ -18,6 +18,8 @@ from .sharding import Cut
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+# Tensors that older checkpoints store although they are computed, and a head that is tied to the embedding.
+_COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "lm_head.weight", "embed_out.weight")
 # A mapped file's pages stay resident while it is open: reopen it now and then, so that peak memory is the shard and not the file.
 REOPEN_AFTER_BYTES = 64 << 20
 
@@ -67,6 +69,7 @@ class Checkpoint:
         if self.config.get("quantization_config"):
             raise ValueError(f"{directory} is quantised; dequantise it first (this loader reads plain float weights)")
         self.files = self._locate()
+        self.used: set[str] = set()  # names that were read
         self._open: tuple[str, Any, int] | None = None
 
     def _locate(self) -> dict[str, str]:
@@ -120,6 +123,7 @@ class Checkpoint:
 
     def read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """The tensor, or the part ``cut`` keeps of it; only that part is copied."""
+        self.used.add(name)
         file = self.files[name]
         shape = self.shape(name)
         size = 4
@@ -134,6 +138,20 @@ class Checkpoint:
         except (SafetensorError, IndexError, ValueError) as error:
             raise ValueError(f"{self.directory / file}: cannot read {name} of shape {list(shape)}: {error}") from error
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=cut.dim)
+
+    def dtype(self) -> str:
+        """Of the first tensor, as safetensors writes it: F32, BF16, F16."""
+        name = next(iter(self.files))
+        return str(self._handle(self.files[name], 0).get_slice(name).get_dtype())
+
+    def check_all_used(self) -> None:
+        """ValueError if tensors were never asked for: the config describes another model than the weights make up."""
+        left = [name for name in self.files if name not in self.used and not name.endswith(_COMPUTED)]
+        if left:
+            raise ValueError(
+                f"{self.directory} holds {len(left)} tensors that its config.json has no place for ({', '.join(sorted(left)[:3])}): "
+                f"one of them is wrong"
+            )
 
     def digest(self) -> str:
         """A fingerprint of the weights that reads little: the size of each file and samples spread over it."""

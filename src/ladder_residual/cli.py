@@ -12,7 +12,7 @@ import typer
 
 from .bench.calibrate import calibrate_command
 from .bench.commands import Device, Dtype, Ranks, bench
-from .launch import LOST_PEER, USER_ERROR, on_ranks
+from .launch import LOST_PEER, USER_ERROR, follow_launcher, on_ranks, report_error
 from .plan.commands import app as plan_app
 from .plan.report_commands import report, reproduction
 from .plan.trace_commands import trace_app
@@ -126,12 +126,14 @@ def generate(
     """Generate text from a prompt (streamed) or from a file of prompts."""
     if (prompt is None) == (file is None):
         raise ValueError("give either --prompt TEXT or --file FILE")
-    if prompt == "-":
-        if tp is not None and tp > 1:
-            raise ValueError("--prompt - reads standard input, which only one process has; use --file")
-        prompt = sys.stdin.read()
+    if out is not None and file is None:
+        raise ValueError("--out takes the completions of --file; a single --prompt goes to standard output")
+    if out is not None and file is not None and out.resolve() == file.resolve():
+        raise ValueError(f"--out and --file are the same file ({out}): the prompts would be overwritten")
+    if batch_size < 1:
+        raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
     on_ranks(tp)
-    from .generate import Sampling, Stopwatch, complete, complete_file, load_tokenizer, read_prompts, with_engine
+    from .generate import Sampling, Stopwatch, complete, complete_all, load_tokenizer, read_prompts, with_engine
     from .hf_config import wiring_of
     from .loading import load_model
     from .parallel import distributed
@@ -149,7 +151,12 @@ def generate(
     )
     with distributed(device, timeout) as world:
         tokenizer = load_tokenizer(source)
-        prompts = [prompt] if prompt is not None else read_prompts(_given(file), tokenizer)[0]
+        if prompt == "-":
+            if world.size > 1:
+                raise ValueError("--prompt - reads standard input, which only one process has; use --file")
+            prompt = sys.stdin.read()
+        prompts, are_chats = ([prompt], False) if prompt is not None else read_prompts(_given(file), tokenizer)
+        world.check_same("the prompts", repr(prompts))
         longest = max(len(ids) for ids in tokenizer(prompts)["input_ids"])
         model = with_engine(
             load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven),
@@ -163,7 +170,9 @@ def generate(
         watch = Stopwatch()
         if file is not None:
             with _output(out if world.is_main else Path(os.devnull)) as sink, watch:
-                for completion in complete_file(model, tokenizer, file, sampling, world, batch_size):
+                for completion in complete_all(
+                    model, tokenizer, prompts, sampling, world, batch_size=batch_size, chat=are_chats
+                ):
                     watch.tokens += completion.new_tokens
                     if world.is_main:
                         print(completion.to_json(), file=sink, flush=True)
@@ -216,7 +225,7 @@ def chat(
 ) -> None:
     """Talk with a model that has a chat template. An empty line or end of input ends it."""
     on_ranks(tp)
-    from .generate import Sampling, chat_prompt, complete, load_tokenizer, with_engine
+    from .generate import Sampling, chat_prompt, complete, fits, load_tokenizer, with_engine
     from .loading import load_model
     from .parallel import distributed
 
@@ -224,6 +233,7 @@ def chat(
     with distributed(device, timeout) as world:
         tokenizer = load_tokenizer(source)
         messages = [{"role": "system", "content": system}] if system else []
+        first = len(messages)
         chat_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # no template: say so before loading weights
         model = load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven)
         model = with_engine(model, world, engine, batch=1, context=context, beams=1, schedule=schedule)
@@ -232,8 +242,9 @@ def chat(
             if not line:
                 break
             messages.append({"role": "user", "content": line})
-            text = chat_prompt(tokenizer, messages)
-            answer = complete(model, tokenizer, [text], sampling, world, stream=True, chat=True)[0]
+            while not fits(model, tokenizer, text := chat_prompt(tokenizer, messages), sampling) and len(messages) > first + 1:
+                del messages[first : first + 2]  # the oldest question and its answer make room
+            answer = complete(model, tokenizer, [text], sampling, world, stream=True, chat=True, turn=turn)[0]
             messages.append({"role": "assistant", "content": answer.text.strip()})
 
 
@@ -271,19 +282,19 @@ def demo_ranks(workdir: Path) -> None:
 
 
 def main() -> None:
-    """Entry point: what users did wrong is one line and exit code 2, on rank 0 alone; a lost peer is one line per rank."""
+    """Entry point: what users did wrong is one line and exit code 2."""
+    follow_launcher()
     try:
         app(standalone_mode=True)
-    except ValueError as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        report_error(str(error))
         sys.exit(USER_ERROR)
     except RuntimeError as error:
         from .sockets import PeerLost
 
         if not isinstance(error, PeerLost):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        report_error(str(error))
         sys.exit(LOST_PEER)
     except KeyboardInterrupt:
         sys.exit(130)

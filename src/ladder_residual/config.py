@@ -84,8 +84,12 @@ class Wiring:
             tp = _whole(ranks.strip(), f"the number of ranks after '@' in wiring {spec!r:.80}")
         if colon and kind == "standard":
             raise ValueError(f"wiring {spec!r:.80}: standard takes no layers; name the layers of the other kind instead")
-        chosen = _parse_layers(layers, num_layers, spec) if colon else range(num_layers)
-        return replace(everywhere, layers=tuple(chosen), tp=tp) if kind != "standard" else cls(kind, (), num_layers, 0, tp)
+        chosen = tuple(_parse_layers(layers, num_layers, spec)) if colon else tuple(range(num_layers))
+        if not chosen:
+            raise ValueError(
+                f"wiring {spec!r:.80} names no layer of a model that has {num_layers}; write standard if that is meant"
+            )
+        return replace(everywhere, layers=chosen, tp=tp) if kind != "standard" else cls(kind, (), num_layers, 0, tp)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], num_layers: int) -> Wiring:
@@ -121,6 +125,15 @@ class Wiring:
         """A rank-dependent checkpoint on another number of ranks would answer with plausible nonsense: refuse."""
         if self.tp is not None and tp != self.tp:
             raise ValueError(f"wiring {self.spec} was made for tp={self.tp}, this run has tp={tp}: run with tp={self.tp}")
+
+    def check_same_weights(self, other: Wiring) -> None:
+        """A parallel layer has one norm where the others have two: weights carry over only between equal sets of such layers."""
+        ours, theirs = (set(wiring.layers) if wiring.kind == "parallel" else set() for wiring in (self, other))
+        if ours != theirs:
+            raise ValueError(
+                f"cannot go from wiring {self.spec} to {other.spec}: a parallel layer has one norm where the others have two, so "
+                f"weights do not carry over; train a parallel model from scratch"
+            )
 
     def picture(self) -> str:
         """One character a layer: ``|`` standard, ``#`` rewired."""

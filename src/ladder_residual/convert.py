@@ -1,6 +1,6 @@
 """Rewire a checkpoint on disk: its ``config.json`` changes, its weights do not.
 
-Weights are linked (or copied) as they are, so converting takes seconds at any size. The result appears whole or not at all.
+Weights are linked (or copied) as they are, so converting takes seconds at any size. A new target appears whole or not at all.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Conversion:
 
 def convert(source: str | Path, target: str | Path, wiring: str, *, copy: bool = False, overwrite: bool = False) -> Conversion:
     """Write ``source`` (directory or hub id) to ``target`` with another wiring; ``standard`` is the way back."""
-    directory, target = resolve(source), Path(target)
+    directory, target = resolve(source).resolve(), Path(target).resolve()
     checkpoint = Checkpoint(directory)
     family = family_of(checkpoint.config)
     layers = checkpoint.config.get("num_hidden_layers")
@@ -46,11 +46,7 @@ def convert(source: str | Path, target: str | Path, wiring: str, *, copy: bool =
     before = Wiring.from_config(checkpoint.config, layers)
     after = Wiring.parse(wiring, layers)
     check_wiring(family, after)
-    if (after.kind == "parallel") != (before.kind == "parallel"):
-        raise ValueError(
-            f"cannot convert {before.spec} to {after.spec}: a parallel layer has one norm where the others have two, so weights do "
-            f"not carry over; train a parallel model from scratch"
-        )
+    before.check_same_weights(after)
     checkpoint.close()
     _check_target(directory, target, overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -73,9 +69,7 @@ def convert(source: str | Path, target: str | Path, wiring: str, *, copy: bool =
 
             stub = resources.files("ladder_residual").joinpath("data", "ladder_stub.py").read_text(encoding="utf-8")
             (scratch / "ladder_stub.py").write_text(stub, encoding="utf-8")
-        if target.exists():
-            shutil.rmtree(target)
-        scratch.rename(target)
+        _put_in_place(scratch, target)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
@@ -106,9 +100,37 @@ def rewired_config(config: dict[str, object], family: Family, wiring: Wiring) ->
     }
 
 
+def _put_in_place(scratch: Path, target: Path) -> None:
+    """A new target appears whole. In one that is overwritten the old files go aside, come back if anything goes wrong, and are
+    deleted last; the directory itself stays (it may be somebody's working directory)."""
+    if not target.exists():
+        scratch.rename(target)
+        return
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    try:
+        _move_all(target, aside)
+        _move_all(scratch, target)
+    except BaseException:
+        _move_all(target, scratch)
+        _move_all(aside, target)
+        aside.rmdir()
+        raise
+    scratch.rmdir()
+    shutil.rmtree(aside)
+
+
+def _move_all(source: Path, target: Path) -> None:
+    for path in list(source.iterdir()):
+        path.rename(target / path.name)
+
+
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
-    if target.resolve() == source.resolve():
+    if target == source:
         raise ValueError(f"source and target are the same directory ({target}); choose another target")
+    if overwrite and target in source.parents:
+        raise ValueError(
+            f"{target} contains the source {source}: overwriting it would delete the source; choose another target"
+        )
     if target.exists():
         if not target.is_dir():
             raise ValueError(f"{target} exists and is not a directory")
@@ -116,6 +138,9 @@ def _check_target(source: Path, target: Path, overwrite: bool) -> None:
             raise ValueError(f"{target} is not empty; choose another target or pass --overwrite")
         if overwrite and not (target / "config.json").exists() and any(target.iterdir()):
             raise ValueError(f"{target} holds files but no config.json, so it is no checkpoint: not overwritten")
+        folders = sorted(path.name for path in target.iterdir() if path.is_dir())
+        if folders:
+            raise ValueError(f"{target} holds the directory {folders[0]}, which is no part of a checkpoint: not overwritten")
 
 
 def _link(source: Path, target: Path) -> str:

@@ -48,12 +48,14 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name.replace('_', '-')} must be between {low} and {high}, got {value}")
+        if self.seed is not None and not 0 <= self.seed < 2**62:
+            raise ValueError(f"seed must be between 0 and {2**62 - 1}, got {self.seed}")
         if any(not text for text in self.stop):
             raise ValueError("a stop string is empty")
 
     def options(self) -> dict[str, Any]:
         """As ``generate`` takes them."""
-        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams}
+        given: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "num_beams": self.num_beams, "num_return_sequences": 1}
         for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
             if getattr(self, name) is not None:
                 given[name] = getattr(self, name)
@@ -103,6 +105,11 @@ def encode(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], sampling: Sampling, chat: bool
 ) -> Any:
     """Token ids, left-padded. A chat template writes its own special tokens, so none are added to its output."""
+    for prompt in prompts:
+        try:
+            prompt.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"a prompt is not valid text: character {error.start} cannot be written in UTF-8") from error
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat, return_token_type_ids=False)
     if batch["input_ids"].shape[1] == 0 or not batch["attention_mask"].sum(-1).min():
         raise ValueError("a prompt is empty and the tokenizer adds no first token; give at least one character")
@@ -119,6 +126,12 @@ def encode(
     return batch
 
 
+def fits(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling) -> bool:
+    """Whether a chat prompt and its answer fit the model's context."""
+    limit = getattr(model.config, "max_position_embeddings", None)
+    return not limit or len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + sampling.max_new_tokens <= limit
+
+
 @torch.inference_mode()
 def complete(
     model: Any,
@@ -129,8 +142,9 @@ def complete(
     *,
     stream: bool = False,
     chat: bool = False,
+    turn: int = 0,
 ) -> list[Completion]:
-    """One batch. ``stream`` prints a single prompt's text as it comes (rank 0)."""
+    """One batch. ``stream`` prints a single prompt's text as it comes (rank 0); ``turn`` numbers the batches drawn from one seed."""
     asked = len(prompts)
     engine = getattr(model, "engine", None)
     if engine is not None:
@@ -139,7 +153,7 @@ def complete(
         prompts = prompts + prompts[-1:] * (engine.batch - asked)
     batch = encode(model, tokenizer, prompts, sampling, chat).to(world.device)
     seed = world.broadcast(sampling.seed if sampling.seed is not None else int(torch.seed() % 2**31))
-    torch.manual_seed(seed)
+    torch.manual_seed(seed + turn)
     options = sampling.options()
     if stream and world.is_main and len(prompts) == 1 and sampling.num_beams == 1:
         # A plain prompt is part of the text: decoded together, the first new word keeps its space.
@@ -155,6 +169,8 @@ def complete(
         new = row[start:]
         stop = next((i for i, token in enumerate(new) if token in ends), len(new) - 1)
         kept = new[: stop + 1]
+        while len(kept) > 1 and kept[-1] == tokenizer.pad_token_id and kept[-1] not in ends:
+            kept.pop()  # the row ended at a stop string; the rest of the batch went on
         results.append(Completion(prompt, _new_text(tokenizer, row[:start], kept), len(kept), kept))
     return results
 
@@ -171,7 +187,7 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[s
     prompts: list[str] = []
     kinds = set()
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # not splitlines(): a JSON string may hold a U+2028
     except UnicodeDecodeError as error:
         raise ValueError(f"{path} is not UTF-8 text: {error}") from error
     except OSError as error:
@@ -192,6 +208,11 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[s
             prompts.append(row["prompt"])
         elif isinstance(row, dict) and isinstance(row.get("messages"), list):
             kinds.add(True)
+            if not all(
+                isinstance(m, dict) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str)
+                for m in row["messages"]
+            ):
+                raise ValueError(f'{path}, line {number}: every message needs "role" and "content", both text')
             prompts.append(chat_prompt(tokenizer, row["messages"]))
         else:
             raise ValueError(f'{path}, line {number}: expected an object with "prompt" (text) or "messages" (a list)')
@@ -202,19 +223,19 @@ def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[s
     return prompts, kinds.pop()
 
 
-def complete_file(
+def complete_all(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
-    path: Path,
+    prompts: list[str],
     sampling: Sampling,
     world: World,
+    *,
     batch_size: int,
+    chat: bool,
 ) -> Iterator[Completion]:
-    if batch_size < 1:
-        raise ValueError(f"batch-size must be at least 1, got {batch_size}")
-    prompts, chat = read_prompts(path, tokenizer)
-    for first in range(0, len(prompts), batch_size):
-        yield from complete(model, tokenizer, prompts[first : first + batch_size], sampling, world, chat=chat)
+    """Batch by batch."""
+    for turn, first in enumerate(range(0, len(prompts), batch_size)):
+        yield from complete(model, tokenizer, prompts[first : first + batch_size], sampling, world, chat=chat, turn=turn)
 
 
 def with_engine(model: PreTrainedModel, world: World, kind: str, *, batch: int, context: int, beams: int, schedule: str) -> Any:

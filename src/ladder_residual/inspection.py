@@ -26,7 +26,7 @@ def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
     config = model_config(checkpoint, family, None)
     shape = ModelShape.from_hf(config.to_dict())
     wiring = wiring_of(config)
-    dtype = stored_dtype(config)
+    dtype = stored_dtype(config, checkpoint)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from . import __version__
-from .checkpoint import Checkpoint, resolve, sources_of
+from .checkpoint import Checkpoint, read_json, resolve, sources_of
 from .config import Wiring
 from .families import Family, check_wiring, family_of
 from .hf_config import ladder_config_class, wiring_of
@@ -83,7 +84,9 @@ class _LocalHeads:
         self.num_key_value_heads = heads.kv[1] - heads.kv[0]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_config"], name)
+        if name.startswith("__") or "_config" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._config, name)
 
 
 def load_model(
@@ -110,7 +113,7 @@ def load_model(
     wiring_of(config).check_tp(world.size)
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
-    target = DTYPES[dtype] if dtype != "auto" else stored_dtype(config)
+    target = DTYPES[dtype] if dtype != "auto" else stored_dtype(config, checkpoint)
     options = {"attn_implementation": attention} if attention else {}
     world.check_same("the software", f"ladder-residual {__version__}, torch {torch.__version__}")
     world.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
@@ -132,10 +135,12 @@ def load_model(
         return _read_parameter(checkpoint, name, shape, cut).to(target)
 
     place_parameters(model, read, shape, family, world)
+    checkpoint.check_all_used()
     checkpoint.close()
     if (checkpoint.directory / "generation_config.json").exists():
         from transformers import GenerationConfig
 
+        read_json(checkpoint.directory / "generation_config.json")  # says what is wrong with it, if anything is
         model.generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
     set_reducers(model, reducer or world.reducer())
     return model.eval()
@@ -184,10 +189,7 @@ def model_config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> 
     if wiring is not None:
         chosen = Wiring.parse(wiring, layers)
         check_wiring(family, chosen)
-        if (chosen.kind == "parallel") != (stored.kind == "parallel"):
-            raise ValueError(
-                f"wiring {chosen.spec}: parallel layers have one norm, so weights made for {stored.spec} do not fit"
-            )
+        stored.check_same_weights(chosen)
         fields["wiring"] = chosen.spec
     try:
         return ladder_config_class(family.model_type).from_dict(fields)
@@ -199,8 +201,11 @@ def model_config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> 
         ) from error
 
 
-def stored_dtype(config: Any) -> torch.dtype:
-    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+def stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
+    """As the config says, or else as the weights are."""
+    if isinstance(config.dtype, torch.dtype):
+        return config.dtype
+    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(checkpoint.dtype(), torch.float32)
 
 
 def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
@@ -278,6 +283,13 @@ def place_parameters(
     model.tensor_parallel_cuts = cuts
 
 
+def _share_of_router_loss(module: nn.Module, inputs: Any, output: Any, *, ranks: int) -> Any:
+    """Router logits feed only the balancing loss, which transformers computes alike on every rank: each rank takes its share of
+    that gradient, because shares are what ``finish_gradients`` sums."""
+    logits, *rest = output
+    return (logits / ranks + (logits * (1 - 1 / ranks)).detach(), *rest)
+
+
 def _tell_modules_their_share(model: Any, shape: ModelShape, family: Family, world: World) -> None:
     heads = rank_heads(shape, world.size, world.rank)
     local = _LocalHeads(model.config, heads)
@@ -293,6 +305,9 @@ def _tell_modules_their_share(model: Any, shape: ModelShape, family: Family, wor
             module.out_features, module.in_features = module.weight.shape
             if world.rank > 0 and module.bias is not None and name.rpartition(".")[2] in ROW_PARALLEL:
                 module.__class__ = BiasElsewhere
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            module.register_forward_hook(partial(_share_of_router_loss, ranks=world.size))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     embedding.first = split(shape.vocab_size, world.size, world.rank)[0]
     embedding.num_embeddings = embedding.weight.shape[0]

@@ -39,10 +39,14 @@ class RewiredLayer(nn.Module):
 
     placement: Placement
     reducer: Reducer
+    gradient_checkpointing: bool
 
     def forward(self, hidden_states: Tensor | State, **kwargs: Any) -> Tensor | State:
         wiring, layer = self.placement.wiring, self.placement.layer
         state = hidden_states if isinstance(hidden_states, State) else State(hidden_states)
+        if self.gradient_checkpointing and self.training:
+            for pending in state.pending:
+                pending.ticket.keep = True  # a recomputed layer waits for the sums that came in once more
         state = step(wiring, layer, state, self.branches(kwargs), self.reducer)
         return flush(state, self.reducer) if layer == wiring.num_layers - 1 else state
 
@@ -120,6 +124,8 @@ class RewiredModel(PreTrainedModel):
         super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(cut is not None for cut in getattr(self, "tensor_parallel_cuts", {}).values()):
+            raise ValueError("this model holds one rank's slices; saving them would write a checkpoint that no one can load")
         result = super().save_pretrained(save_directory, *args, **kwargs)
         write_stub(Path(save_directory))
         return result
@@ -161,11 +167,7 @@ def rewire(model: PreTrainedModel, spec: str) -> PreTrainedModel:
     family = family_of(model.config.to_dict())
     wiring = Wiring.parse(spec, model.config.num_hidden_layers)
     check_wiring(family, wiring)
-    if wiring.kind == "parallel":
-        raise ValueError(
-            "a parallel layer has one norm where this model has two, so its weights do not carry over; build the model from a "
-            "config with wiring='parallel' and train it"
-        )
+    wiring_of(model.config).check_same_weights(wiring)
     config_class, model_class = ladder_classes(family.model_type)
     if not isinstance(model, RewiredModel):
         expected = model_class.__mro__[2]

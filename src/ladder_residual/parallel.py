@@ -8,6 +8,7 @@ One process needs no launcher: without the environment of torchrun the world is 
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import time
@@ -37,6 +38,7 @@ class World:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: dist.ProcessGroup | None = None
     sockets: PeerSockets | None = None  # CPU hosts: the fast way for small messages
+    store: Any = None  # of this use of the group: nothing of an earlier one is in it
 
     @property
     def is_main(self) -> bool:
@@ -56,14 +58,21 @@ class World:
             return LatencyReducer(self.group, self.sockets, exchange_below, seconds=latency)
         return AsyncReducer(self.group, self.sockets, exchange_below)
 
+    def settle(self) -> None:
+        """Before this rank waits for the group itself: its small messages come first, or a peer might wait for them forever."""
+        if self.sockets is not None:
+            self.sockets.settle()
+
     def barrier(self) -> None:
         if self.size > 1:
+            self.settle()
             dist.barrier(self.group)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank."""
         if self.size == 1:
             return value
+        self.settle()
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
@@ -72,6 +81,7 @@ class World:
         """ValueError on every rank, naming those that differ, unless all ranks hold the same ``value``."""
         if self.size == 1:
             return
+        self.settle()
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, (socket.gethostname(), value), group=self.group)
         different = [f"rank {rank} on {host}" for rank, (host, theirs) in enumerate(values) if theirs != values[0][1]]
@@ -83,7 +93,7 @@ class World:
         ranks look into the store instead of waiting in one."""
         if self.size == 1:
             return question()
-        store, key = dist.distributed_c10d._get_default_store(), f"ladder_residual/ask/{turn}"
+        store, key = self.store, f"ask/{turn}"
         if self.is_main:
             answer = question()
             store.set(key, answer)
@@ -95,7 +105,10 @@ class World:
 
 def launched() -> int:
     """How many processes the launcher (torchrun) started this one among; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    value = os.environ.get("WORLD_SIZE", "1")
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise ValueError(f"the environment variable WORLD_SIZE is {value!r:.40}, expected a number of processes")
+    return int(value)
 
 
 def _local_device(kind: str) -> torch.device:
@@ -126,11 +139,13 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         return
     backend = "nccl" if where.type == "cuda" else "gloo"
     dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=where if backend == "nccl" else None)
+    # The launcher's store outlives this block: without a name of its own a second block would find the first one's keys.
+    store = dist.PrefixStore(f"ladder_residual/{next(_uses)}", dist.distributed_c10d._get_default_store())
     sockets = None
     try:
         if backend == "gloo":
-            sockets = _connect(timeout)
-        world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD, sockets)
+            sockets = _connect(store, timeout)
+        world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD, sockets, store)
         yield world
         _leave_together(world)
     except PeerLost:
@@ -149,21 +164,24 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         dist.destroy_process_group()
 
 
-def _connect(timeout: float) -> PeerSockets:
+_uses = itertools.count()  # every rank enters its blocks in the same order
+
+
+def _connect(store: dist.Store, timeout: float) -> PeerSockets:
     """Gloo's own interface choice holds here too: GLOO_SOCKET_IFNAME=lo keeps everything on this host."""
     master, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "1"))
     host = "127.0.0.1" if os.environ.get("GLOO_SOCKET_IFNAME") == "lo" else reachable_address(master, port)
-    store = dist.distributed_c10d._get_default_store()
     return PeerSockets(store, dist.get_rank(), dist.get_world_size(), host, timeout)
 
 
 def _leave_together(world: World) -> None:
     """A rank that closes its sockets while another still reads makes that one fail: part only when all are done."""
-    store = dist.distributed_c10d._get_default_store()
-    store.add("ladder_residual/left", 1)
+    world.settle()
+    store = world.store
+    store.add("left", 1)
     deadline = time.monotonic() + DEFAULT_TIMEOUT_SECONDS
     try:
-        while store.add("ladder_residual/left", 0) < world.size and time.monotonic() < deadline:
+        while store.add("left", 0) < world.size and time.monotonic() < deadline:
             time.sleep(0.005)
     except dist.DistError:  # whoever hosts the store saw the last of us arrive and has left
         pass
@@ -194,6 +212,7 @@ def finish_gradients(model: nn.Module, world: World) -> None:
         ]
         for slot, (part, _) in zip(slots, shared, strict=True):
             slot.copy_(part)
+        world.settle()
         dist.all_reduce(flat, group=world.group)
         for slot, (part, _) in zip(slots, shared, strict=True):
             part.copy_(slot)

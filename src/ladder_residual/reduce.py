@@ -43,10 +43,11 @@ class _Ready(Sum):
 
 
 class _InFlight(Sum):
-    def __init__(self, work: dist.Work, buffer: Tensor) -> None:
-        self.work, self.buffer = work, buffer
+    def __init__(self, work: dist.Work, buffer: Tensor, reducer: GroupReducer) -> None:
+        self.work, self.buffer, self.reducer = work, buffer, reducer
 
     def finish(self) -> Tensor:
+        self.reducer.settle()
         self.work.wait()
         return self.buffer
 
@@ -89,10 +90,14 @@ class _Ticket:
         self.reducer = reducer
         self.forward = forward
         self.backward: Sum | None = None
+        self.keep = False  # the sum is waited for again (a layer that gradient checkpointing recomputes)
 
     def finish(self) -> Tensor:
-        assert self.forward is not None, "waited for a sum that was never started"
-        return self.forward.finish()
+        assert self.forward is not None, "waited for a sum that was never started, or a second time"
+        total = self.forward.finish()
+        if not self.keep:
+            self.forward = None  # autograd may keep this ticket until the backward; the sum need not live as long
+        return total
 
 
 class _Start(torch.autograd.Function):
@@ -193,7 +198,10 @@ class GroupReducer(Reducer):
         buffer = partial.clone(memory_format=torch.contiguous_format)  # never write into what the module returned
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
-        return _InFlight(work, buffer)
+        return _InFlight(work, buffer, self)
+
+    def settle(self) -> None:
+        """Called before this rank waits for the group: what it owes its peers by other ways comes first."""
 
     def gather(self, local: Tensor) -> Tensor:
         return _Gather.apply(local, self)
@@ -205,6 +213,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, reducer: GroupReducer) -> Tensor:
         ctx.width, ctx.rank = local.shape[-1], reducer.rank
+        reducer.settle()
         parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(reducer.size)]
         dist.all_gather(parts, local.contiguous(), group=reducer.group)
         return torch.cat(parts, dim=-1)
@@ -235,6 +244,10 @@ class AsyncReducer(GroupReducer):
         if self.sockets is None or partial.numel() * partial.element_size() > self.exchange_below:
             return self.all_reduce(partial)
         return _Exchange(self.sockets, *self.sockets.exchange(partial))
+
+    def settle(self) -> None:
+        if self.sockets is not None:
+            self.sockets.settle()
 
 
 class LatencyReducer(AsyncReducer):

@@ -17,6 +17,7 @@ import socket
 import struct
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,13 +60,19 @@ class PeerSockets:
             store.set(_key(rank), json.dumps([*server.getsockname()[:2], secret.hex()]))
             for peer in range(rank):
                 address, port, word = json.loads(store.get(_key(peer)))
-                connection = socket.create_connection((address, port), timeout)
-                connection.sendall(bytes.fromhex(word) + rank.to_bytes(4, "big"))
+                try:
+                    connection = socket.create_connection((address, port), timeout)
+                    connection.sendall(bytes.fromhex(word) + rank.to_bytes(4, "big"))
+                except OSError as error:
+                    raise PeerLost(f"rank {rank} cannot reach rank {peer} at {address}:{port}: {error}") from error
                 self._add(peer, connection)
             while len(self._peers) < size - 1:
-                connection, _ = server.accept()
-                connection.settimeout(timeout)
-                greeting = _read_exactly(connection, 20)
+                try:
+                    connection, _ = server.accept()
+                except TimeoutError:
+                    missing = sorted(set(range(rank + 1, size)) - self._peers.keys())
+                    raise PeerLost(f"rank {rank} waited {timeout:.0f} s for rank {missing[0]} to connect to {host}") from None
+                greeting = _greeting(connection)
                 if greeting[:16] != secret:
                     connection.close()
                     continue
@@ -90,24 +97,34 @@ class PeerSockets:
         return self._started, parts
 
     def receive(self, count: int) -> None:
-        """Until the first ``count`` messages of every rank are there."""
+        """Until the first ``count`` messages of every rank are there. Meanwhile everything else moves that can."""
+        self._pump(lambda peer: peer.received >= count)
+
+    def settle(self) -> None:
+        """Until every message started is there and all of ours are in the kernel's hands.
+
+        To be called before a rank waits for anything but these sockets: there nobody would send the rest of its messages, nor read
+        what its peers cannot get rid of.
+        """
+        self._pump(lambda peer: not peer.expected and not peer.outbox)
+
+    def _pump(self, done: Callable[[_Peer], bool]) -> None:
         deadline = time.monotonic() + self.timeout
         while True:
-            missing = [peer for peer in self._peers.values() if peer.received < count]
-            for peer in missing:
-                self._read(peer, count)
-            missing = [peer for peer in missing if peer.received < count]
-            if not missing:
+            for peer in self._peers.values():
+                self._write(peer)
+                self._read(peer)
+            late = [peer for peer in self._peers.values() if not done(peer)]
+            if not late:
                 return
-            writing = [peer.connection for peer in self._peers.values() if peer.outbox]
             left = deadline - time.monotonic()
             if left <= 0:
                 raise PeerLost(
-                    f"rank {self.rank} waited {self.timeout:.0f} s for {missing[0]}: it is stopped, or the link is down"
+                    f"rank {self.rank} waited {self.timeout:.0f} s for {late[0]}: it is stopped, or the link is down"
                 )
-            select.select([peer.connection for peer in missing], writing, [], min(left, 1.0))
-            for peer in self._peers.values():
-                self._write(peer)
+            reading = [peer.connection for peer in self._peers.values() if peer.expected]
+            writing = [peer.connection for peer in self._peers.values() if peer.outbox]
+            select.select(reading, writing, [], min(left, 1.0))
 
     def _write(self, peer: _Peer) -> None:
         """As much as the kernel takes now; the rest goes with the next call."""
@@ -123,9 +140,10 @@ class PeerSockets:
         except OSError as error:
             raise PeerLost(f"rank {self.rank} lost its connection to {peer}: {error}") from error
 
-    def _read(self, peer: _Peer, count: int) -> None:
+    def _read(self, peer: _Peer) -> None:
+        """Every message that has a place to go and has arrived."""
         try:
-            while peer.received < count:
+            while peer.expected:
                 if peer.filled < _HEADER.size:
                     got = peer.connection.recv_into(memoryview(peer.header)[peer.filled :])
                 else:
@@ -179,11 +197,16 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def _read_exactly(connection: socket.socket, count: int) -> bytes:
+def _greeting(connection: socket.socket) -> bytes:
+    """The 20 bytes a rank sends first; nothing if a stranger sends something else, or nothing."""
+    connection.settimeout(5)
     data = b""
-    while len(data) < count:
-        chunk = connection.recv(count - len(data))
-        if not chunk:
-            return b""
-        data += chunk
+    try:
+        while len(data) < 20:
+            chunk = connection.recv(20 - len(data))
+            if not chunk:
+                return b""
+            data += chunk
+    except OSError:
+        return b""
     return data

@@ -123,7 +123,8 @@ def _agree(seconds: list[float], world: World) -> list[float]:
     """A step is over when the slowest rank is: the largest time of each repeat."""
     if world.size == 1:
         return seconds
-    stacked = torch.tensor(seconds, dtype=torch.float64)
+    stacked = torch.tensor(seconds, dtype=torch.float64, device=world.device)
+    world.settle()
     torch.distributed.all_reduce(stacked, op=torch.distributed.ReduceOp.MAX, group=world.group)
     return stacked.tolist()
 
