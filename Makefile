@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Exact versions for development and CI; the package itself keeps ranges.
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: demo test test-slow check install install-dev clean
+.PHONY: demo test test-slow test-vllm check install install-dev clean
 
 demo: $(VENV)/installed
 	$(BIN)/ladder demo
@@ -15,6 +15,11 @@ test: check
 
 test-slow: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -m slow
+
+# vLLM has requirements of its own, so it gets an environment of its own.
+test-vllm:
+	PYTHON=$(PYTHON) scripts/make-vllm-env.sh .venv-vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest -o addopts= -q --confcutdir=tests/vllm tests/vllm
 
 check: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -38,4 +43,4 @@ $(VENV)/installed-dev: $(VENV)/installed
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm build dist src/*.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -12,6 +12,7 @@ import typer
 
 from .bench.calibrate import calibrate_command
 from .bench.commands import Device, Dtype, Ranks, bench
+from .bench.serve import serve
 from .launch import LOST_PEER, USER_ERROR, follow_launcher, on_ranks, report_error
 from .plan.commands import app as plan_app
 from .plan.report_commands import report, reproduction
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 app.add_typer(bench, name="bench")
 bench.command("calibrate")(calibrate_command)
+bench.command("serve")(serve)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
 app.command("report")(report)
@@ -133,7 +135,7 @@ def generate(
     if batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
     on_ranks(tp)
-    from .generate import Sampling, Stopwatch, complete, complete_all, load_tokenizer, read_prompts, with_engine
+    from .generate import Sampling, Stopwatch, check_text, complete, complete_all, load_tokenizer, read_prompts, with_engine
     from .hf_config import wiring_of
     from .loading import load_model
     from .parallel import distributed
@@ -156,6 +158,7 @@ def generate(
                 raise ValueError("--prompt - reads standard input, which only one process has; use --file")
             prompt = sys.stdin.read()
         prompts, are_chats = ([prompt], False) if prompt is not None else read_prompts(_given(file), tokenizer)
+        check_text(prompts)
         world.check_same("the prompts", repr(prompts))
         longest = max(len(ids) for ids in tokenizer(prompts)["input_ids"])
         model = with_engine(

@@ -6,6 +6,7 @@ measure how much of a slow link each wiring hides.
 
 from __future__ import annotations
 
+import io
 import json
 import tempfile
 from collections.abc import Callable
@@ -110,7 +111,9 @@ def run(write: Callable[[str], None]) -> dict[str, Any]:
             f"{losses[wiring]:.3f}" if measured else "",
             ("yes" if ranks["texts"][wiring] == texts[wiring] else "NO") if measured else "",
         )
-    Console(width=110).print(table)
+    drawn = io.StringIO()
+    Console(file=drawn, width=110).print(table)
+    write(drawn.getvalue())
     write(
         f"A step computes for {overlap['compute_ms']:.1f} ms and sends for {overlap['communication_ms']:.1f} ms (latency emulated). "
         f"Loss is before retraining, in nats\n(the paper retrains half the layers of an 8B model on 3B tokens to bring it back). "

@@ -101,15 +101,20 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
-def encode(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], sampling: Sampling, chat: bool
-) -> Any:
-    """Token ids, left-padded. A chat template writes its own special tokens, so none are added to its output."""
+def check_text(prompts: list[str]) -> None:
+    """A command line may hand over bytes that are no text; tokenizers answer that with riddles."""
     for prompt in prompts:
         try:
             prompt.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ValueError(f"a prompt is not valid text: character {error.start} cannot be written in UTF-8") from error
+
+
+def encode(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], sampling: Sampling, chat: bool
+) -> Any:
+    """Token ids, left-padded. A chat template writes its own special tokens, so none are added to its output."""
+    check_text(prompts)
     batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat, return_token_type_ids=False)
     if batch["input_ids"].shape[1] == 0 or not batch["attention_mask"].sum(-1).min():
         raise ValueError("a prompt is empty and the tokenizer adds no first token; give at least one character")

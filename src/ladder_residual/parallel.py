@@ -1,4 +1,4 @@
-"""Processes and their groups. Only this file reads the launcher's environment (RANK, WORLD_SIZE, LOCAL_RANK).
+"""Processes and their groups. Only this file and ``launch.py`` read the launcher's environment (RANK, WORLD_SIZE, LOCAL_RANK).
 
     with distributed() as world:
         model = load_model("checkpoint", world)

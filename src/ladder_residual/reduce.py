@@ -170,6 +170,9 @@ class Reducer:
     def waited(self, ticket: _Ticket) -> None:
         """Called as a sum is waited for. For observers."""
 
+    def settle(self) -> None:
+        """Called before this rank waits for its peers by other ways: what it owes them here comes first."""
+
 
 class GroupReducer(Reducer):
     """Sums over a process group, blocking: the sum is complete when ``start`` returns."""
@@ -199,9 +202,6 @@ class GroupReducer(Reducer):
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
         return _InFlight(work, buffer, self)
-
-    def settle(self) -> None:
-        """Called before this rank waits for the group: what it owes its peers by other ways comes first."""
 
     def gather(self, local: Tensor) -> Tensor:
         return _Gather.apply(local, self)
@@ -300,6 +300,9 @@ class RecordingReducer(Reducer):
 
     def gather(self, local: Tensor) -> Tensor:
         return self.inner.gather(local)
+
+    def settle(self) -> None:
+        self.inner.settle()
 
     def waited(self, ticket: _Ticket) -> None:
         self.events.append(("wait", self._ids[id(ticket)]))

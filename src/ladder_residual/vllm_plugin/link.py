@@ -77,6 +77,13 @@ class Link:
             return _Done(self.group._all_reduce_out_place(partial))
         return self.reducer.launch(partial)
 
+    def finish(self, started: Sum) -> Tensor:
+        """The most recent sum, with nothing left in flight: vLLM may wait for something of its own next, so our share of the
+        traffic comes to an end first."""
+        total = started.finish()
+        self.reducer.settle()
+        return total
+
     @property
     def replaces_blocking_sums(self) -> bool:
         """Whether a sum that is waited for at once is better done here too: over a network gloo takes two trips, we one."""

@@ -36,7 +36,7 @@ def _boundary(
     started = here.start(partial, next_is_attention=next_is_attention)
     total = _previous(in_flight, arrived)
     if not keep:
-        latest = started.finish()
+        latest = here.finish(started)
         total = latest if total is None else total + latest
     else:
         here.in_flight.append(started)
@@ -62,7 +62,7 @@ def _drain(partial: Tensor, in_flight: Tensor | None, stream: Tensor, arrived: b
     started = link().start(partial, next_is_attention=False)
     total = _previous(in_flight, arrived)
     stream = stream.clone() if total is None else stream + total
-    latest = started.finish()
+    latest = link().finish(started)
     return latest.clone() if latest is partial else latest, stream
 
 
