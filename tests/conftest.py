@@ -12,6 +12,8 @@ from hypothesis import settings
 import ladder_residual  # noqa: F401  (lets the Auto classes know rewired checkpoints)
 
 torch.set_num_threads(1)
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any test imports the engine's kernels: they are bound to it then
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
 

@@ -50,7 +50,7 @@ def test_commands_in_the_text_parse():
             "--repeats",
             "5",
             "--layers",
-            "1",
+            "2",
             "--prompt",
             "2",
         ],

@@ -135,7 +135,17 @@ def generate(
     if batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
     on_ranks(tp)
-    from .generate import Sampling, Stopwatch, check_text, complete, complete_all, load_tokenizer, read_prompts, with_engine
+    from .generate import (
+        Sampling,
+        Stopwatch,
+        check_text,
+        complete,
+        complete_all,
+        load_tokenizer,
+        read_prompts,
+        with_engine,
+        with_seed,
+    )
     from .hf_config import wiring_of
     from .loading import load_model
     from .parallel import distributed
@@ -160,6 +170,7 @@ def generate(
         prompts, are_chats = ([prompt], False) if prompt is not None else read_prompts(_given(file), tokenizer)
         check_text(prompts)
         world.check_same("the prompts", repr(prompts))
+        sampling = with_seed(sampling, world)
         longest = max(len(ids) for ids in tokenizer(prompts)["input_ids"])
         model = with_engine(
             load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven),
@@ -228,7 +239,7 @@ def chat(
 ) -> None:
     """Talk with a model that has a chat template. An empty line or end of input ends it."""
     on_ranks(tp)
-    from .generate import Sampling, chat_prompt, complete, fits, load_tokenizer, with_engine
+    from .generate import Sampling, chat_prompt, complete, fits, load_tokenizer, with_engine, with_seed
     from .loading import load_model
     from .parallel import distributed
 
@@ -240,6 +251,7 @@ def chat(
         chat_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # no template: say so before loading weights
         model = load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven)
         model = with_engine(model, world, engine, batch=1, context=context, beams=1, schedule=schedule)
+        sampling = with_seed(sampling, world)
         for turn in range(1_000_000):
             line = world.ask(lambda: _read_line("you> "), turn)
             if not line:
@@ -290,14 +302,14 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except (ValueError, OSError) as error:
-        report_error(str(error))
+        report_error(str(error), USER_ERROR)
         sys.exit(USER_ERROR)
     except RuntimeError as error:
         from .sockets import PeerLost
 
         if not isinstance(error, PeerLost):
             raise
-        report_error(str(error))
+        report_error(str(error), LOST_PEER)
         sys.exit(LOST_PEER)
     except KeyboardInterrupt:
         sys.exit(130)

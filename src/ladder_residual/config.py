@@ -96,9 +96,10 @@ class Wiring:
         """The wiring a ``config.json`` asks for: our ``wiring`` field, or the authors' ``ladder_layers``."""
         if config.get(CONFIG_KEY) is not None:
             return cls.parse(config[CONFIG_KEY], num_layers)
+        plain = cls("standard", (), num_layers)  # checks num_layers before anything is compared with it
         layers = config.get(AUTHORS_KEY)
         if layers is None:
-            return cls("standard", (), num_layers)
+            return plain
         if _is_int(layers):
             if not 0 <= layers <= num_layers:
                 raise ValueError(f"{AUTHORS_KEY}={layers} asks for the last {layers} layers of a model that has {num_layers}")

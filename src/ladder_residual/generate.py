@@ -9,7 +9,7 @@ import json
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +101,13 @@ def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str
     return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
 
 
+def with_seed(sampling: Sampling, world: World) -> Sampling:
+    """The same, with a seed: the one given, or one that rank 0 draws for all."""
+    if sampling.seed is not None:
+        return sampling
+    return replace(sampling, seed=world.broadcast(int(torch.seed() % 2**31)))
+
+
 def check_text(prompts: list[str]) -> None:
     """A command line may hand over bytes that are no text; tokenizers answer that with riddles."""
     for prompt in prompts:
@@ -157,7 +164,8 @@ def complete(
         # The engine's graph is for one batch size: a smaller batch is filled up, and what was added is dropped at the end.
         prompts = prompts + prompts[-1:] * (engine.batch - asked)
     batch = encode(model, tokenizer, prompts, sampling, chat).to(world.device)
-    seed = world.broadcast(sampling.seed if sampling.seed is not None else int(torch.seed() % 2**31))
+    seed = with_seed(sampling, world).seed
+    assert seed is not None
     torch.manual_seed(seed + turn)
     options = sampling.options()
     if stream and world.is_main and len(prompts) == 1 and sampling.num_beams == 1:

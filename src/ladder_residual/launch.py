@@ -6,6 +6,7 @@ rank dies the launcher stops the others, and the parent says which one it was.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -36,12 +37,13 @@ def on_ranks(tp: int | None) -> None:
         raise SystemExit(launch(sys.argv[1:], tp))
 
 
-def report_error(message: str) -> None:
-    """Tell the user. A rank that ``launch`` started leaves its message for it, so that what all ranks say is said once."""
+def report_error(message: str, code: int) -> None:
+    """Tell the user. A rank that ``launch`` started leaves its message for it, so that what all ranks say is said once, and what
+    one of them did wrong is not lost among the others that lost it."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     rank = os.environ.get("RANK", "0") if ranks not in ("", "1") else "0"
     if folder := os.environ.get(_MESSAGES):
-        Path(folder, rank).write_text(message, encoding="utf-8")
+        Path(folder, rank).write_text(json.dumps([code, message]), encoding="utf-8")
     else:
         print(f"error: {message}" if rank == "0" else f"error: rank {rank}: {message}", file=sys.stderr)
 
@@ -90,18 +92,19 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
 
 def _explain(failures: Any, messages: Path, ranks: int) -> int:
     """Print what the ranks left, each message once, and which rank was the cause; the exit code."""
+    left = {int(path.name): json.loads(path.read_text(encoding="utf-8")) for path in messages.iterdir()}
+    mistakes = {rank: text for rank, (code, text) in sorted(left.items()) if code == USER_ERROR}
     said: set[str] = set()
-    for path in sorted(messages.iterdir(), key=lambda path: int(path.name)):
-        text = path.read_text(encoding="utf-8")
+    for rank, text in (mistakes or {rank: text for rank, (_, text) in sorted(left.items())}).items():
         if text not in said:
-            print(f"error: {text}" if path.name == "0" else f"error: rank {path.name}: {text}", file=sys.stderr)
+            print(f"error: {text}" if rank == 0 else f"error: rank {rank}: {text}", file=sys.stderr)
         said.add(text)
-    # Ranks that lost a peer are consequences; the one they lost is the cause, even if it was noticed later.
-    rank, failure = min(failures.items(), key=lambda item: (item[1].exitcode == LOST_PEER, item[1].timestamp))
-    code = failure.exitcode
-    if code == USER_ERROR:
+    if mistakes:
         return USER_ERROR
-    if code != LOST_PEER:
+    # Ranks that lost a peer are consequences; the one they lost is the cause, even if it was noticed later.
+    rank, failure = min(failures.items(), key=lambda item: (item[0] in left, item[1].timestamp))
+    if rank not in left:
+        code = failure.exitcode
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         print(f"error: rank {rank} of {ranks} (pid {failure.pid}) {how}; the other ranks were stopped", file=sys.stderr)
     return 1

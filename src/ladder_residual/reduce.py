@@ -206,6 +206,13 @@ class GroupReducer(Reducer):
     def gather(self, local: Tensor) -> Tensor:
         return _Gather.apply(local, self)
 
+    def gather_parts(self, local: Tensor) -> list[Tensor]:
+        """Every rank's tensor, in rank order."""
+        self.settle()
+        parts = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(parts, local, group=self.group)
+        return parts
+
 
 class _Gather(torch.autograd.Function):
     """All ranks compute the same loss from the gathered tensor, so each keeps its own slice of the gradient."""
@@ -213,10 +220,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, local: Tensor, reducer: GroupReducer) -> Tensor:
         ctx.width, ctx.rank = local.shape[-1], reducer.rank
-        reducer.settle()
-        parts = [torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(reducer.size)]
-        dist.all_gather(parts, local.contiguous(), group=reducer.group)
-        return torch.cat(parts, dim=-1)
+        return torch.cat(reducer.gather_parts(local.contiguous()), dim=-1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -241,9 +245,19 @@ class AsyncReducer(GroupReducer):
         self.sockets, self.exchange_below = sockets, exchange_below
 
     def launch(self, partial: Tensor) -> Sum:
-        if self.sockets is None or partial.numel() * partial.element_size() > self.exchange_below:
+        if self.sockets is None or not self._is_small(partial):
             return self.all_reduce(partial)
         return _Exchange(self.sockets, *self.sockets.exchange(partial))
+
+    def gather_parts(self, local: Tensor) -> list[Tensor]:
+        if self.sockets is None or not self._is_small(local):
+            return super().gather_parts(local)
+        number, parts = self.sockets.exchange(local)
+        self.sockets.receive(number)
+        return parts
+
+    def _is_small(self, message: Tensor) -> bool:
+        return message.numel() * message.element_size() <= self.exchange_below
 
     def settle(self) -> None:
         if self.sockets is not None:
