@@ -1,0 +1,246 @@
+"""Writing a corpus: whole shards or none, and an index at the very end, so that a killed run can go on where it stopped.
+
+A shard is written under a temporary name, flushed to disk and renamed; then ``progress.json`` is replaced by one that lists it.
+Shards close when a document brings them to ``shard_tokens``: their borders depend on the documents alone, so a run that was
+interrupted gives the same bytes as one that was not.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .shards import ENDS_DTYPE, INDEX, TOKEN_DTYPES, Corpus, Shard, dtype_for
+
+PROGRESS = "progress.json"
+PARTIAL = ".partial"
+DEFAULT_SHARD_TOKENS = 1 << 26
+
+
+def write_corpus(
+    directory: str | Path,
+    documents: Iterable[Sequence[int]],
+    *,
+    vocab_size: int,
+    end_of_document: int,
+    shard_tokens: int = DEFAULT_SHARD_TOKENS,
+) -> Corpus:
+    """A corpus from token lists in memory. The end-of-document token is added where a document lacks it."""
+    with CorpusWriter.begin(Path(directory), vocab_size, end_of_document, shard_tokens=shard_tokens) as writer:
+        for document in documents:
+            writer.add(document)
+        return writer.finish()
+
+
+@dataclass
+class CorpusWriter:
+    """Use as a context manager: whatever happens, no half-written file stays behind."""
+
+    directory: Path
+    vocab_size: int
+    end_of_document: int
+    shard_tokens: int
+    tokenizer: dict[str, Any]
+    prepared: dict[str, Any]
+    shards: list[Shard] = field(default_factory=list)
+    consumed: int = 0  # documents of the source that finished shards account for, the skipped ones included
+    _pending: int = 0  # the same, of the shard being written
+    _open: _OpenShard | None = None
+
+    @classmethod
+    def begin(
+        cls,
+        directory: Path,
+        vocab_size: int,
+        end_of_document: int,
+        *,
+        shard_tokens: int = DEFAULT_SHARD_TOKENS,
+        tokenizer: dict[str, Any] | None = None,
+        prepared: dict[str, Any] | None = None,
+    ) -> CorpusWriter:
+        """Start, or go on after the last finished shard of a run with the same settings."""
+        if shard_tokens < 1:
+            raise ValueError(f"a shard needs at least 1 token, got {shard_tokens}")
+        if not 0 <= end_of_document < vocab_size:
+            raise ValueError(f"the end-of-document token {end_of_document} is outside the vocabulary of {vocab_size}")
+        dtype_for(vocab_size)
+        writer = cls(directory, vocab_size, end_of_document, shard_tokens, tokenizer or {}, prepared or {})
+        with writing_to(directory):
+            directory.mkdir(parents=True, exist_ok=True)
+        if (directory / INDEX).exists():
+            raise ValueError(f"{directory} already holds a corpus; choose another directory or use --overwrite")
+        writer._resume()
+        return writer
+
+    def _resume(self) -> None:
+        path = self.directory / PROGRESS
+        if path.exists():
+            try:
+                progress = json.loads(path.read_text(encoding="utf-8"))
+                shards = [Shard(**shard) for shard in progress["shards"]]
+                consumed, settings = int(progress["consumed"]), progress["settings"]
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"cannot read {path}: {error}; use --overwrite to start again") from error
+            mine = json.loads(json.dumps(self._settings()))
+            if settings != mine:
+                different = sorted(name for name in mine if settings.get(name) != mine[name])
+                raise ValueError(
+                    f"{self.directory} holds an unfinished corpus of other settings ({', '.join(different)} differ); "
+                    "repeat them, choose another directory or use --overwrite"
+                )
+            self._as_corpus(shards)._check(checksums=True)
+            self.shards, self.consumed = shards, consumed
+        for left in self.directory.glob("*" + PARTIAL):
+            left.unlink()
+
+    def _settings(self) -> dict[str, Any]:
+        own = {name: getattr(self, name) for name in ("vocab_size", "end_of_document", "shard_tokens", "tokenizer")}
+        return own | self.prepared
+
+    def _as_corpus(self, shards: list[Shard]) -> Corpus:
+        return Corpus(
+            self.directory,
+            dtype_for(self.vocab_size),
+            self.vocab_size,
+            self.end_of_document,
+            tuple(shards),
+            self.tokenizer,
+            self.prepared,
+        )
+
+    def __enter__(self) -> CorpusWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.discard()
+            self._open = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards) + (self._open.tokens if self._open else 0)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards) + (len(self._open.ends) if self._open else 0)
+
+    def add(self, document: ArrayLike) -> None:
+        """One document of the source. An empty one is counted, so that a resumed run skips it too, and not written."""
+        tokens = np.asarray(document, np.int64)
+        self._pending += 1
+        if len(tokens) == 0:
+            return
+        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
+            worst = int(tokens.max()) if tokens.max() >= self.vocab_size else int(tokens.min())
+            raise ValueError(f"token {worst} is outside the vocabulary of {self.vocab_size}: the tokenizer is another one")
+        if tokens[-1] != self.end_of_document:
+            tokens = np.append(tokens, self.end_of_document)
+        if self._open is None:
+            name = f"{len(self.shards):05d}"
+            self._open = _OpenShard.create(self.directory, name, TOKEN_DTYPES[dtype_for(self.vocab_size)])
+        self._open.add(tokens)
+        if self._open.tokens >= self.shard_tokens:
+            self._close_shard()
+
+    def _close_shard(self) -> None:
+        assert self._open is not None
+        self.shards.append(self._open.close())
+        self._open = None
+        self.consumed += self._pending
+        self._pending = 0
+        progress = {"settings": self._settings(), "consumed": self.consumed, "shards": [asdict(shard) for shard in self.shards]}
+        write_json(self.directory / PROGRESS, progress)
+
+    def finish(self) -> Corpus:
+        if self._open is not None:
+            self._close_shard()
+        if not self.shards:
+            raise ValueError("the source holds no document with any text: nothing to prepare")
+        corpus = self._as_corpus(self.shards)
+        write_json(self.directory / INDEX, corpus.index())
+        (self.directory / PROGRESS).unlink(missing_ok=True)
+        return corpus
+
+
+@dataclass
+class _OpenShard:
+    """The shard being written, under a temporary name."""
+
+    directory: Path
+    name: str
+    file: BinaryIO
+    dtype: np.dtype
+    sha256: Any
+    tokens: int = 0
+    ends: list[int] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, directory: Path, name: str, dtype: np.dtype) -> _OpenShard:
+        path = directory / f"{name}.tokens{PARTIAL}"
+        with writing_to(path):
+            return cls(directory, name, path.open("wb"), dtype, hashlib.sha256())
+
+    def add(self, tokens: np.ndarray) -> None:
+        data = tokens.astype(self.dtype).tobytes()
+        with writing_to(self.directory / f"{self.name}.tokens"):
+            self.file.write(data)
+        self.sha256.update(data)
+        self.tokens += len(tokens)
+        self.ends.append(self.tokens)
+
+    def close(self) -> Shard:
+        ends = np.array(self.ends, ENDS_DTYPE).tobytes()
+        path = self.directory / f"{self.name}.tokens"
+        with writing_to(path):
+            self.file.flush()
+            os.fsync(self.file.fileno())
+            self.file.close()
+        write_bytes(self.directory / f"{self.name}.documents", ends)
+        with writing_to(path):
+            os.replace(self.file.name, path)
+        return Shard(self.name, self.tokens, len(self.ends), self.sha256.hexdigest(), hashlib.sha256(ends).hexdigest())
+
+    def discard(self) -> None:
+        with suppress(OSError):  # what is still buffered may not fit either
+            self.file.close()
+        Path(self.file.name).unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    write_bytes(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
+
+
+def write_bytes(path: Path, data: bytes) -> None:
+    """All of it or nothing, and on the disk before it has its name."""
+    partial = path.with_name(path.name + PARTIAL)
+    with writing_to(path):
+        try:
+            with partial.open("wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def writing_to(path: Path) -> Iterator[None]:
+    """What the system says of a failed write, with the file and what to do."""
+    try:
+        yield
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        hint = "; finished shards are kept: make room and run the same command again" if full else ""
+        raise ValueError(f"cannot write {path}: {error.strerror or error}{hint}") from error
