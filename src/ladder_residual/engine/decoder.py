@@ -23,6 +23,7 @@ from .emulate import Link
 from .execute import Executor, Ops
 from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
+from .multiprocessors import products_leave
 from .prefill_ops import PrefillOps
 from .reducers import NcclReducer, make_reducer
 from .schedule import Plan, can_run_two_lanes, plan_steps
@@ -42,7 +43,7 @@ class DecodeEngine:
         self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
         max_context: int = 2048, schedule: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None, release: bool = False,
-        stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True,
+        stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
         check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=tp)
@@ -58,6 +59,7 @@ class DecodeEngine:
             raise ValueError(f"the CUDA engine runs bfloat16 or float16, not {self.weights.dtype}")
         self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups)
         self._groups = groups
+        self._leave = self.reducer.multiprocessors if leave_multiprocessors is None else leave_multiprocessors
         self._require_memory()
         with torch.cuda.device(self.device):
             self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
@@ -86,7 +88,8 @@ class DecodeEngine:
         ops = PrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
         ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
         executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps, prefill=True)
-        executor.run(input_ids.to(self.device), self._logits)
+        with products_leave(self._leave_beside(executor.plan), self.device):
+            executor.run(input_ids.to(self.device), self._logits)
         self.cache.set_lengths(lengths.to(self.device))
         self._length = int(lengths.max())
         return self._logits
@@ -211,7 +214,8 @@ class DecodeEngine:
         pad = 1 << (self.batch - 1).bit_length()
 
         def step() -> None:
-            executor.run(self._tokens, self._logits)
+            with products_leave(self._leave_beside(plan), self.device):
+                executor.run(self._tokens, self._logits)
             step_positions[(1,)](self.cache.positions, self.batch, BLOCK=pad, num_warps=1)
 
         side = torch.cuda.Stream(self.device)
@@ -225,6 +229,10 @@ class DecodeEngine:
             step()
         self.cache.positions.zero_()
         return graph, executor
+
+    def _leave_beside(self, plan: Plan) -> int:
+        """Multiprocessors that products leave to a sum: none unless some run at the same time."""
+        return self._leave if plan.lanes == 1 and any(step.reduce and plan.in_flight(step) for step in plan.steps) else 0
 
     def _check_batch(self, batch: int) -> None:
         if batch != self.batch:

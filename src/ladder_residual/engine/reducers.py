@@ -16,6 +16,7 @@ from .gemv_ops import Launcher
 class EngineReducer(Protocol):
     name: str
     silent: bool  # nothing to wait for: a message is its own sum
+    multiprocessors: int  # that a sum keeps busy while it runs
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """(message, sum): where a module writes and where its consumers read; may be one tensor."""
@@ -29,7 +30,7 @@ class EngineReducer(Protocol):
 class NoReducer:
     """One rank, or an emulated rank with a link that costs nothing."""
 
-    name, silent = "none", True
+    name, silent, multiprocessors = "none", True, 0
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         message = torch.full((rows, hidden), float("nan"), dtype=dtype, device=device)
@@ -42,8 +43,7 @@ class NoReducer:
 class EmulatedReducer(NoReducer):
     """A copy that lasts as long as the link says; the other ranks' partials are missing, so the sum is this rank's own."""
 
-    name, silent = "emulated", False
-    programs = 8  # multiprocessors an all-reduce of a few kilobytes keeps busy
+    name, silent, multiprocessors = "emulated", False, 8
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -56,14 +56,14 @@ class EmulatedReducer(NoReducer):
 
         size = message.numel() * message.element_size()
         nanoseconds = round(1000 * self.link.microseconds(size))
-        launch(copy_that_lasts, (self.programs,), message, total, message.numel(), nanoseconds, BLOCK=2048, warps=8)
+        launch(copy_that_lasts, (self.multiprocessors,), message, total, message.numel(), nanoseconds, BLOCK=2048, warps=8)
 
 
 class NcclReducer(NoReducer):
     """NCCL on the stream it is called on. ``groups``: one communicator per lane, because collectives of one communicator run
     one after the other and the two lanes must not wait for each other."""
 
-    name, silent = "nccl", False
+    name, silent, multiprocessors = "nccl", False, 16
 
     def __init__(self, groups: tuple[Any, Any]) -> None:
         self.groups = groups
@@ -76,7 +76,7 @@ class NcclReducer(NoReducer):
 class SymmetricReducer(NoReducer):
     """torch symmetric memory: every rank reads its peers' messages directly (one-shot), for messages of a decode step."""
 
-    name, silent = "symm", False
+    name, silent, multiprocessors = "symm", False, 8
 
     def __init__(self, group: Any) -> None:
         import torch.distributed._symmetric_memory as symm_mem

@@ -111,6 +111,35 @@ def trace_recorded(
             print(f"wrote {result['trace']} and {result['timeline']}")
 
 
+@trace_app.command("engine")
+def trace_engine(
+    model: Annotated[str, typer.Option(help="A published shape (random weights).")] = "llama-3-70b",
+    layers: Annotated[int, typer.Option(help="Use only so many of its layers.")] = 8,
+    tp: Annotated[int, typer.Option("--tp", help="This GPU holds one rank of so many.")] = 8,
+    link: Annotated[str, typer.Option(help="Emulated all-reduce: 24us, alpha=12,beta=90 or a measured table.")] = "24us",
+    wirings: Annotated[str, typer.Option(help="With commas between.")] = "standard,ladder",
+    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1280,
+    schedule: Annotated[str, typer.Option(help="auto, one or two lanes.")] = "auto",
+    out: Out = Path("trace"),
+    as_json: Json = False,
+) -> None:
+    """Record the kernels of the CUDA engine's decode step on one GPU; all-reduces are emulated."""
+    from ..bench.commands import split_wirings
+    from ..trace_engine import record_engine
+
+    asked = {"model": model, "layers": layers, "tp": tp, "link": link, "context": context, "schedule": schedule}
+    result = record_engine(**asked, wirings=split_wirings(wirings), folder=out)  # type: ignore[arg-type]
+    if as_json:
+        print(json.dumps(result))
+        return
+    print(result["setting"])
+    for row in result["wirings"]:
+        print(
+            f"  {row['wiring']:18} {row['layer_us']:7.1f} us per layer, {row['hidden_percent']:3.0f} % of the communication hidden"
+        )
+    print(f"wrote {result['trace']} and {result['timeline']}")
+
+
 @trace_app.command("plan")
 def trace_planned(
     model: Annotated[str, typer.Option(help="Preset, directory with config.json, or hub id.")] = "llama-3-70b",

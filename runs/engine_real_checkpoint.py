@@ -1,0 +1,112 @@
+"""A real checkpoint on one GPU: the CUDA engine's greedy tokens against transformers' own forward, every wiring.
+
+PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine
+
+Both run in bfloat16, so where the two best tokens are closer than bfloat16 resolves either may be chosen, and from there the texts
+differ. The judge is the same model in float32: it reads each text and says, for every token, how far below its own best choice the
+chosen token lies (0 where they agree).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ladder_residual  # noqa: F401
+from ladder_residual.bench.gpu_report import environment
+from ladder_residual.engine.backend import engine_model
+from ladder_residual.loading import load_model
+from ladder_residual.parallel import World
+
+NEW = 96
+PROMPTS = [
+    "The capital of France is",
+    "Photosynthesis is the process by which plants",
+    "def fibonacci(n):\n    ",
+    "Once upon a time, in a small village by the sea, there lived",
+    "The three laws of motion were formulated by",
+    "To make a good cup of tea, first",
+]
+
+
+def regret(judge: Any, sequences: torch.Tensor, mask: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Logits between the judge's best token and the chosen one, for every new token."""
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    logits = judge(input_ids=sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, prompt - 1 : -1]
+    chosen = logits.gather(-1, sequences[:, prompt:, None])[..., 0]
+    return logits.max(-1).values - chosen
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("--out", type=Path, default=Path("results/engine"))
+    parser.add_argument("--wirings", default="standard,ladder:last-half,ladder")
+    options = parser.parse_args()
+    from transformers import AutoTokenizer
+
+    world = World(device=torch.device("cuda"))
+    tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
+    tokenizer.padding_side = "left"
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to("cuda")
+    prompt = inputs["input_ids"].shape[1]
+    full_mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(len(PROMPTS), NEW)], -1)
+    rows = []
+    for wiring in options.wirings.split(","):
+        tokens, seconds = {}, {}
+        for kind in ("torch", "cuda"):
+            model: Any = load_model(options.checkpoint, world, wiring=wiring, dtype="bfloat16")
+            if kind == "cuda":
+                model = engine_model(model, world, batch=len(PROMPTS), max_context=prompt + NEW)
+            for _ in range(2):  # the first run warms up
+                if kind == "cuda":
+                    model.start()
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                tokens[kind] = model.generate(
+                    input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NEW,
+                    min_new_tokens=NEW, do_sample=False, pad_token_id=tokenizer.pad_token_id,
+                )  # fmt: skip
+                torch.cuda.synchronize()
+                seconds[kind] = time.perf_counter() - began
+            del model
+            torch.cuda.empty_cache()
+        judge = load_model(options.checkpoint, world, wiring=wiring, dtype="float32")
+        equal = tokens["torch"][:, prompt:] == tokens["cuda"][:, prompt:]
+        row: dict[str, Any] = {
+            "wiring": wiring,
+            "tokens": equal.numel(),
+            "equal_tokens": int(equal.sum()),
+            "equal_before_first_difference": [int(one.int().cumprod(0).sum()) for one in equal],
+            "torch_ms_per_step": round(1e3 * seconds["torch"] / NEW, 3),
+            "engine_ms_per_step": round(1e3 * seconds["cuda"] / NEW, 3),
+        }
+        for kind in ("torch", "cuda"):
+            gap = regret(judge, tokens[kind], full_mask, prompt)
+            row[f"{kind}_float32_agrees"] = round(float((gap == 0).float().mean()), 4)
+            row[f"{kind}_largest_regret"] = round(float(gap.max()), 4)
+        row["text"] = tokenizer.decode(tokens["cuda"][0, prompt:])[:200]
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        del judge
+        torch.cuda.empty_cache()
+    name = Path(options.checkpoint).name
+    result = {"benchmark": "generate", "emulated": False, "model": name, "tp": 1, "batch": len(PROMPTS), "rows": rows}
+    result["notes"] = [
+        "Greedy, prompts of unequal length. Where the two differ, a float32 copy of the model judged each token: see",
+        "`*_float32_agrees` (share of its tokens that float32 would choose too, each after the same words) and `*_largest_regret`",
+        "(by how much, in logits, its worst choice lies below float32's best) in the JSON.",
+    ]
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / f"generate-{name}.json").write_text(json.dumps({**result, **environment()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Record what the CUDA engine really did: the kernels of one replayed decode step, as torch.profiler saw them on the device.
+
+One GPU holds one rank, so the all-reduces are emulated (``engine/emulate.py``) and the picture says so; every kernel is real.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .plan.schedule import COMM, COMPUTE, LANE
+from .plan.trace import Panel, Span, layer_us, waiting_spans, write_trace
+from .trace_run import EMBEDDING_SUM, hidden_percent, in_rows
+
+SUM, READS_STREAM, ATTENDS = "copy_that_lasts", "norm_project", "decode_attention"  # kernels that tell modules apart
+AROUND = ("embed", "step_positions")  # kernels before the first and after the last module
+
+
+class Kernel(NamedTuple):
+    name: str
+    stream: int
+    start: float  # microseconds
+    end: float
+
+
+def read_kernels(document: dict[str, Any]) -> list[Kernel]:
+    """The device's kernels in a trace of torch.profiler, in the order they began."""
+    events = [event for event in document["traceEvents"] if event.get("cat") == "kernel"]
+    kernels = [Kernel(e["name"], int(e["args"]["stream"]), float(e["ts"]), float(e["ts"]) + float(e["dur"])) for e in events]
+    return sorted(kernels, key=lambda kernel: kernel.start)
+
+
+def engine_spans(kernels: Iterable[Kernel]) -> list[Span]:
+    """Modules and sums of one step at batch 1. A module begins with the kernel that reads the stream; attention is the one that
+    attends; what is left after the last layer is the head."""
+    kernels = sorted(kernels, key=lambda kernel: kernel.start)
+    modules = sorted(
+        (m for stream in _by_stream(kernels).values() for m in _modules(stream)), key=lambda module: module[0].start
+    )
+    rows: dict[int, str] = {}
+    seen = {"attention": 0, "MLP": 0}
+    spans = []
+    for index, module in enumerate(modules):
+        name = "attention" if any(k.name.startswith(ATTENDS) for k in module) else "MLP"
+        if index == len(modules) - 1:
+            name, layer = "head", seen["MLP"] - 1
+        else:
+            layer = seen[name]
+            seen[name] += 1
+        row = rows.setdefault(module[0].stream, COMPUTE if not rows else LANE)
+        spans.append(Span(row, name, layer, module[0].start, module[-1].end))
+    sums = [kernel for kernel in kernels if kernel.name.startswith(SUM)]
+    for number, kernel in enumerate(sums):
+        name = EMBEDDING_SUM if number == 0 else "all-reduce"
+        spans.append(Span(COMM, name, max(number - 1, 0) // 2, kernel.start, kernel.end))
+    return spans + waiting_spans(spans)
+
+
+def _by_stream(kernels: Sequence[Kernel]) -> dict[int, list[Kernel]]:
+    found: dict[int, list[Kernel]] = {}
+    for kernel in kernels:
+        if not kernel.name.startswith((SUM, *AROUND)):
+            found.setdefault(kernel.stream, []).append(kernel)
+    return found
+
+
+def _modules(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
+    modules: list[list[Kernel]] = []
+    for kernel in kernels:
+        if kernel.name.startswith(READS_STREAM) or not modules:
+            modules.append([])
+        modules[-1].append(kernel)
+    return modules
+
+
+def record_engine(
+    *, model: str, layers: int, tp: int, link: str, wirings: Sequence[str], context: int, schedule: str, folder: Path
+) -> dict[str, Any]:
+    """Record one step of every wiring at batch 1; writes ``trace.json`` and ``timeline.svg``."""
+    import torch
+
+    from .bench.gpu import Shard
+    from .bench.gpu_report import environment
+    from .engine.emulate import parse_link
+
+    if not torch.cuda.is_available():
+        raise ValueError("recording the engine needs a CUDA device; `ladder trace --tp 2` records CPU ranks")
+    if tp < 2:
+        raise ValueError(f"there is nothing to wait for with one rank, got --tp {tp}: emulate a rank of several")
+    shard = Shard(model, tp, layers=layers)
+    panels, rows = [], []
+    for wiring in wirings:
+        engine = shard.engine(wiring, parse_link(link, tp=tp), batch=1, max_context=context + 16, schedule=schedule)
+        engine.reset(context, random_context=True)
+        for _ in range(3):
+            engine.replay()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            engine.replay()
+            torch.cuda.synchronize()
+        with tempfile.TemporaryDirectory() as scratch:
+            profiler.export_chrome_trace(str(Path(scratch) / "trace.json"))
+            kernels = read_kernels(json.loads((Path(scratch) / "trace.json").read_text()))
+        zero = kernels[0].start
+        spans = [replace(s, start=s.start - zero, end=s.end - zero) for s in engine_spans(kernels)]
+        title = f"{wiring}, {engine.lanes} lane{'s' if engine.lanes > 1 else ''}"
+        panels.append(Panel(title, in_rows(spans), layer_us(spans), hidden_percent(spans), "emulated"))
+        rows.append({"wiring": wiring, "lanes": engine.lanes, "layer_us": panels[-1].layer_us,
+                     "step_us": max(s.end for s in spans), "hidden_percent": panels[-1].hidden_percent})  # fmt: skip
+        del engine
+        torch.cuda.empty_cache()
+    setting = f"{model}, {layers} layers, one rank of tp {tp}, batch 1, context {context}; kernels recorded, all-reduces emulated: {link}"
+    about = {"kind": "trace", "setting": setting, "label": "emulated", "tp": tp, "link": link, "wirings": rows, **environment()}
+    trace, picture = write_trace(panels, about, folder)
+    return {**about, "trace": str(trace), "timeline": str(picture)}

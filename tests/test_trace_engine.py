@@ -1,0 +1,67 @@
+"""Kernels of an engine step, as the profiler lists them, become modules, sums and waiting."""
+
+import pytest
+
+from ladder_residual.plan.schedule import COMM, COMPUTE, LANE
+from ladder_residual.plan.trace import WAITING
+from ladder_residual.trace_engine import Kernel, engine_spans, read_kernels, record_engine
+from ladder_residual.trace_run import hidden_percent
+
+
+def kernel(name: str, stream: int, start: float, length: float = 1.0) -> Kernel:
+    return Kernel(name, stream, start, start + length)
+
+
+def layer(stream: int, start: float) -> list[Kernel]:
+    names = ["norm_project", "decode_attention", "merge_splits", "output_project", "norm_project", "output_project"]
+    return [kernel(name, stream, start + index) for index, name in enumerate(names)]
+
+
+def test_modules_of_one_lane_and_their_sums() -> None:
+    kernels = [
+        kernel("embed", 7, 0),
+        kernel("copy_that_lasts", 7, 1, 4),
+        *layer(7, 5),
+        *layer(7, 15),
+        kernel("norm_project", 7, 25),
+    ]
+    kernels += [kernel("copy_that_lasts", 9, 9, 2), kernel("copy_that_lasts", 9, 11, 4)]  # the second is exposed from 11 to 15
+    spans = engine_spans(kernels)
+    modules = [(s.name, s.layer, s.start, s.end) for s in spans if s.row == COMPUTE and s.name != WAITING]
+    assert modules == [
+        ("attention", 0, 5, 9),
+        ("MLP", 0, 9, 11),
+        ("attention", 1, 15, 19),
+        ("MLP", 1, 19, 21),
+        ("head", 1, 25, 26),
+    ]
+    sums = [(s.name, s.layer) for s in spans if s.row == COMM]
+    assert sums == [("embedding sum", 0), ("all-reduce", 0), ("all-reduce", 0)]
+    waits = [(s.start, s.end) for s in spans if s.name == WAITING]
+    assert waits == [(1, 5), (11, 15)]
+    assert hidden_percent(spans) == pytest.approx(100 * (1 - 4 / 6))
+
+
+def test_two_lanes_get_rows_of_their_own() -> None:
+    attention = [kernel("norm_project", 3, 0), kernel("decode_attention", 3, 1), kernel("output_project", 3, 2)]
+    mlp = [kernel("norm_project", 4, 0.5), kernel("output_project", 4, 1.5)]
+    spans = engine_spans([*attention, *mlp, kernel("norm_project", 4, 5)])
+    assert [(s.name, s.row) for s in spans] == [("attention", COMPUTE), ("MLP", LANE), ("head", LANE)]
+
+
+def test_only_kernels_are_read() -> None:
+    document = {
+        "traceEvents": [
+            {"ph": "X", "cat": "kernel", "name": "embed", "ts": 4.0, "dur": 2.0, "args": {"stream": 7}},
+            {"ph": "X", "cat": "gpu_memcpy", "name": "copy", "ts": 1.0, "dur": 2.0, "args": {"stream": 7}},
+        ]
+    }
+    assert read_kernels(document) == [Kernel("embed", 7, 4.0, 6.0)]
+
+
+def test_without_a_gpu_the_other_recorder_is_named(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    with pytest.raises(ValueError, match="needs a CUDA device"):
+        record_engine(
+            model="llama-3-70b", layers=2, tp=8, link="24us", wirings=["ladder"], context=64, schedule="one", folder=tmp_path
+        )
