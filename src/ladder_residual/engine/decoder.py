@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ..config import Wiring
 from .cache import KVCache
 from .emulate import Link
 from .execute import Executor, Ops
-from .gemm_ops import GemmOps
+from .gemm_ops import BatchTiles, GemmOps
 from .gemv_ops import GemvOps, GemvTiles
 from .multiprocessors import products_leave
 from .prefill_ops import PrefillOps
@@ -33,6 +33,7 @@ from .weights import RankWeights, stack_weights
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_BATCH = 256
+Tiles = GemvTiles | BatchTiles | None  # None: cuBLAS
 
 
 class DecodeEngine:
@@ -42,7 +43,7 @@ class DecodeEngine:
     def __init__(
         self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
-        max_context: int = 2048, schedule: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None, release: bool = False,
+        max_context: int = 2048, schedule: str = "auto", pdl: int = 1, tiles: Tiles | Literal["auto"] = "auto", release: bool = False,
         stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
@@ -143,10 +144,10 @@ class DecodeEngine:
 
     # ---- making ----------------------------------------------------------------------------------------------------
 
-    def _ops(self, tiles: GemvTiles | None) -> Ops:
-        if tiles is not None:
+    def _ops(self, tiles: Tiles) -> Ops:
+        if isinstance(tiles, GemvTiles):
             return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
-        return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
+        return GemmOps(self.spec, self.sizes, self.weights, self.cache, tiles=tiles, pdl=self._pdl)
 
     def _executor(self, plan: Plan, ops: Ops, rows: int, *, prefill: bool = False) -> Executor:
         reducer, priorities = self.reducer, self._priorities
@@ -164,9 +165,11 @@ class DecodeEngine:
     def _choose(self, schedule: str) -> int:
         """Capture every candidate (lanes and tiles), time each where there is a choice, and keep the fastest."""
         lanes = {"one": [1], "two": [2], "auto": [1, 2] if can_run_two_lanes(self.wiring) else [1]}[schedule]
-        tiles: list[GemvTiles | None] = [None]
+        tiles: list[Tiles] = [None, *BatchTiles.candidates(self.batch)]
         if self.batch == 1:
-            tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
+            tiles = [*GemvTiles.candidates(self.sizes, self.max_context)]
+        if self._tiles != "auto":
+            tiles = [self._tiles]
         best: tuple[float, int] | None = None
         if len(lanes) * len(tiles) > 1:
             self.reset(min(1024, self.max_context // 2), random_context=True)
@@ -207,7 +210,7 @@ class DecodeEngine:
             times.append(start.elapsed_time(end))
         return times[2:]
 
-    def _capture(self, plan: Plan, tiles: GemvTiles | None) -> tuple[torch.cuda.CUDAGraph, Executor]:
+    def _capture(self, plan: Plan, tiles: Tiles) -> tuple[torch.cuda.CUDAGraph, Executor]:
         from .kernels_small import step_positions
 
         executor = self._executor(plan, self._ops(tiles), rows=self.batch)
