@@ -10,7 +10,8 @@ classes made here with transformers' Auto classes; by hand:
 from __future__ import annotations
 
 import shutil
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -34,9 +35,38 @@ class Placement(NamedTuple):
     layer: int
 
 
+def module_partial(
+    norm: nn.Module | None, module: nn.Module, kwargs: dict[str, Any], scale: float | None, after: nn.Module | None, x: Tensor
+) -> Tensor:
+    """What a module adds to the stream ``x`` on this rank."""
+    out = module(x if norm is None else norm(x), **kwargs)
+    out = out[0] if isinstance(out, tuple) else out
+    out = out if scale is None else out * scale
+    return out if after is None else after(out)
+
+
+def both_partials(norm: nn.Module | None, modules: Any, scale: float | None, x: Tensor) -> Tensor:
+    """The two modules of a parallel layer, which read one norm."""
+    normed = x if norm is None else norm(x)
+    attention, mlp = (module_partial(None, module, kwargs, scale, after, normed) for module, kwargs, after in modules)
+    return attention + mlp
+
+
+class Compute(NamedTuple):
+    """How a layer's modules are computed: as written, or compiled (``train/compiling.py``). Sums over ranks are never inside."""
+
+    attention: Callable[..., Tensor] = module_partial
+    mlp: Callable[..., Tensor] = module_partial
+    both: Callable[..., Tensor] = both_partials
+
+
+EAGER = Compute()
+
+
 class RewiredLayer(nn.Module):
     """Mixed in before the family's decoder layer class; only ``forward`` differs."""
 
+    compute: Compute = EAGER  # not used with a cache: a layer's place in it would be compiled in
     placement: Placement
     reducer: Reducer
     gradient_checkpointing: bool
@@ -50,50 +80,30 @@ class RewiredLayer(nn.Module):
         state = step(wiring, layer, state, self.branches(kwargs), self.reducer)
         return flush(state, self.reducer) if layer == wiring.num_layers - 1 else state
 
-    def branches(self, attention_kwargs: dict[str, Any]) -> tuple[Branch, Branch]:
+    def branches(self, attention_kwargs: dict[str, Any]) -> tuple[Branch, ...]:
         family, wiring, layer = self.placement
         kind = wiring.kind_of(layer)
         attention, mlp = getattr(self, family.attention), getattr(self, family.mlp)
-        attention_norm = _SharedNorm(getattr(self, family.attention_norm)) if family.attention_norm else nn.Identity()
-        if kind == "parallel":
-            mlp_norm = attention_norm
-        else:
-            mlp_norm = getattr(self, family.mlp_norm) if family.mlp_norm else nn.Identity()
+        attention_norm = getattr(self, family.attention_norm) if family.attention_norm else None
+        mlp_norm = getattr(self, family.mlp_norm, None) if family.mlp_norm else None
         scale = getattr(self, family.multiplier) if family.multiplier else None
-
-        def attention_partial(x: Tensor) -> Tensor:
-            out = attention(attention_norm(x), **attention_kwargs)
-            out = out[0] if isinstance(out, tuple) else out
-            return out if scale is None else out * scale
-
-        def mlp_partial(x: Tensor) -> Tensor:
-            out = mlp(mlp_norm(x))
-            out = out[0] if isinstance(out, tuple) else out
-            return out if scale is None else out * scale
-
         attention_after = getattr(self, family.attention_after) if family.attention_after else None
         mlp_after = getattr(self, family.mlp_after) if family.mlp_after else None
+        compute = EAGER if attention_kwargs.get("past_key_values") is not None else self.compute
+
+        if kind == "parallel":
+            modules = ((attention, attention_kwargs, attention_after), (mlp, {}, mlp_after))
+            return (Branch(partial(compute.both, attention_norm, modules, scale)),)
         if kind in ("standard", "ladder"):
-            return Branch(attention_partial, attention_after), Branch(mlp_partial, mlp_after)
+            return (
+                Branch(partial(compute.attention, attention_norm, attention, attention_kwargs, scale, None), attention_after),
+                Branch(partial(compute.mlp, mlp_norm, mlp, {}, scale, None), mlp_after),
+            )
         # The other kinds add partials to the stream: what comes after a module (a dropout) is applied to the partial.
-        return _chained(attention_partial, attention_after), _chained(mlp_partial, mlp_after)
-
-
-class _SharedNorm:
-    """Both modules of a parallel layer read one norm: computed once per input."""
-
-    def __init__(self, norm: nn.Module) -> None:
-        self.norm = norm
-        self.last: tuple[Tensor, Tensor] | None = None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.last is None or self.last[0] is not x:
-            self.last = (x, self.norm(x))
-        return self.last[1]
-
-
-def _chained(partial: Any, after: nn.Module | None) -> Branch:
-    return Branch(partial if after is None else lambda x: after(partial(x)))
+        return (
+            Branch(partial(compute.attention, attention_norm, attention, attention_kwargs, scale, attention_after)),
+            Branch(partial(compute.mlp, mlp_norm, mlp, {}, scale, mlp_after)),
+        )
 
 
 @cache
