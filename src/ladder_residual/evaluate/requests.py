@@ -1,0 +1,134 @@
+"""What to score and what came of it, as files: tokens go to the machine with the model, log-probabilities come back.
+
+A request asks for the log-probability of a continuation after a context, both as token ids. Its key is a digest of them, so
+scores find their requests again whatever the order. No torch here.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+REQUESTS_FORMAT = "ladder-residual requests 1"
+SCORES_FORMAT = "ladder-residual scores 1"
+
+
+class Request(NamedTuple):
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+    @property
+    def key(self) -> str:
+        text = json.dumps([list(self.context), list(self.continuation)], separators=(",", ":"))
+        return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+class Score(NamedTuple):
+    logprob: float  # nats, of the whole continuation
+    greedy: bool  # whether greedy decoding would have written it
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Groups of requests, each scored in one go: what shares a batch is part of the result's last digits."""
+
+    groups: dict[str, list[Request]]
+    about: dict[str, Any] = field(default_factory=dict)  # tasks, shots, limit, tokenizer: for people
+
+    def __len__(self) -> int:
+        return sum(map(len, self.groups.values()))
+
+    def save(self, path: Path) -> None:
+        header = {"format": REQUESTS_FORMAT, "groups": {name: len(group) for name, group in self.groups.items()}, **self.about}
+        # No time in the file: the same requests make the same bytes.
+        with path.open("wb") as file, gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed:
+            packed.write((json.dumps(header) + "\n").encode())
+            for group in self.groups.values():
+                for request in group:
+                    row = [list(request.context), list(request.continuation)]
+                    packed.write((json.dumps(row, separators=(",", ":")) + "\n").encode())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Requests:
+        try:
+            with gzip.open(path, "rt", encoding="utf-8") as file:
+                lines = file.read().splitlines()
+        except (OSError, EOFError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the requests in {path}: {error}") from error
+        header = _json(path, 1, lines[0] if lines else "")
+        if (
+            not isinstance(header, dict)
+            or header.get("format") != REQUESTS_FORMAT
+            or not isinstance(header.get("groups"), dict)
+        ):
+            raise ValueError(f"{path} is no requests file; `ladder eval ... --requests-out FILE` writes one")
+        requests = [_request(path, number, line) for number, line in enumerate(lines[1:], 2)]
+        sizes = header.pop("groups")
+        if sum(sizes.values()) != len(requests):
+            raise ValueError(f"{path} announces {sum(sizes.values())} requests and holds {len(requests)}; it was cut short")
+        groups, first = {}, 0
+        for name, size in sizes.items():
+            groups[name] = requests[first : first + size]
+            first += size
+        header.pop("format")
+        return cls(groups, header)
+
+
+def _json(path: str | Path, number: int, line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+
+
+def _request(path: str | Path, number: int, line: str) -> Request:
+    row = _json(path, number, line)
+    good = isinstance(row, list) and len(row) == 2 and all(isinstance(part, list) and part for part in row)
+    if not good or not all(type(token) is int and token >= 0 for part in row for token in part):
+        raise ValueError(f"{path}, line {number}: expected [[context ids], [continuation ids]], neither empty")
+    return Request(*row)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores by request key, and what they were made with."""
+
+    by_key: dict[str, Score]
+    about: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, requests: Iterable[Request], scores: Iterable[Score], about: dict[str, Any] | None = None) -> Scores:
+        return cls({request.key: score for request, score in zip(requests, scores, strict=True)}, about or {})
+
+    def __getitem__(self, request: Request) -> Score:
+        try:
+            return self.by_key[request.key]
+        except KeyError:
+            raise ValueError(
+                "a request of these tasks has no score: the scores were made from other tasks, shots, rows, files or another "
+                "tokenizer; write the requests again with --requests-out and score those"
+            ) from None
+
+    def save(self, path: Path) -> None:
+        scores = {key: [score.logprob, int(score.greedy)] for key, score in self.by_key.items()}
+        path.write_text(json.dumps({"format": SCORES_FORMAT, **self.about, "scores": scores}) + "\n", encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Scores:
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8"))
+            if document.pop("format") != SCORES_FORMAT:
+                raise KeyError("format")
+            scores = {key: Score(float(logprob), bool(greedy)) for key, (logprob, greedy) in document.pop("scores").items()}
+        except OSError as error:
+            raise ValueError(f"cannot read the scores in {path}: {error}") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise ValueError(
+                f"{path} is no scores file; `python -m ladder_residual.evaluate.score` writes one ({type(error).__name__}: {error})"
+            ) from error
+        return cls(scores, document)
