@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -284,7 +285,7 @@ def test_a_dying_rank_stops_the_others(demo_dir, how, tmp_path):
     os.kill(ranks[1], how)
     errors = finish(process, within=30)
     assert process.returncode == 1
-    assert f"rank 1 of 2 (pid {ranks[1]}) was killed by {how.name}" in errors, errors[-2000:]
+    assert f"rank 1 of 2 (pid {ranks[1]}) on {socket.gethostname()} was killed by {how.name}" in errors, errors[-2000:]
     # What was complete before is still there, line by line.
     assert all(json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()[:-1])
 

@@ -13,7 +13,8 @@ import typer
 from .bench.calibrate import calibrate_command
 from .bench.commands import Device, Dtype, Ranks, bench
 from .bench.serve import serve
-from .launch import LOST_PEER, USER_ERROR, follow_launcher, on_ranks, report_error
+from .corpus.commands import app as data_app
+from .launch import follow_launcher, on_ranks, report_error, told
 from .plan.commands import app as plan_app
 from .plan.report_commands import report, reproduction
 from .plan.trace_commands import trace_app
@@ -30,6 +31,7 @@ bench.command("calibrate")(calibrate_command)
 bench.command("serve")(serve)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
+app.add_typer(data_app, name="data")
 app.command("report")(report)
 app.command("reproduction")(reproduction)
 
@@ -301,15 +303,11 @@ def main() -> None:
     follow_launcher()
     try:
         app(standalone_mode=True)
-    except (ValueError, OSError) as error:
-        report_error(str(error), USER_ERROR)
-        sys.exit(USER_ERROR)
-    except RuntimeError as error:
-        from .sockets import PeerLost
-
-        if not isinstance(error, PeerLost):
-            raise
-        report_error(str(error), LOST_PEER)
-        sys.exit(LOST_PEER)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        known = told(error)
+        if known is None:
+            raise
+        report_error(*known)
+        sys.exit(known[1])
