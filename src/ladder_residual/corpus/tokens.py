@@ -1,0 +1,102 @@
+"""Facts about a tokenizer that text on disk and sampling need: which token ends a document, which begins one, how a chat is
+written down, and a digest by which two tokenizers are told apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from ..checkpoint import resolve
+
+# What pretraining text was joined with. An instruction-tuned tokenizer's own "eos" ends a turn, not a document.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
+_MARK = "\u27eauser\u27eb"  # stands for the user's words in a template; no template contains it
+
+
+def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """From a ``tokenizer.json``, a directory that holds a tokenizer, or a hub id."""
+    path = Path(source)
+    try:
+        if path.is_file():
+            return PreTrainedTokenizerFast(tokenizer_file=str(path))
+        return AutoTokenizer.from_pretrained(resolve(source, weights=False), trust_remote_code=False)
+    except ValueError:
+        raise
+    except Exception as error:  # transformers and tokenizers raise many unrelated kinds for a missing or broken tokenizer
+        raise ValueError(f"{source} has no tokenizer transformers can load: {str(error)[:300]}") from error
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id. ``len(tokenizer)`` is less where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Equal for tokenizers whose ids mean the same, however they were stored."""
+    vocabulary = json.dumps(sorted(tokenizer.get_vocab().items()), ensure_ascii=True)
+    return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
+
+
+def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+    vocabulary = tokenizer.get_vocab()
+    if token not in vocabulary:
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    return vocabulary[token]
+
+
+def end_of_document(tokenizer: PreTrainedTokenizerBase, token: str | None = None) -> int:
+    """The token that separates documents: the one asked for, the one pretraining used, or the tokenizer's eos."""
+    if token is not None:
+        return token_id(tokenizer, token)
+    vocabulary = tokenizer.get_vocab()
+    for name in (*_END_OF_TEXT, tokenizer.eos_token, "</s>", "<eos>"):
+        if name is not None and name in vocabulary:
+            return vocabulary[name]
+    raise ValueError("the tokenizer names no end-of-text token; say which one ends a document with --end-of-document TOKEN")
+
+
+def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
+    """What a plain document begins with: the token the tokenizer puts there itself, else the one that ended the last document."""
+    alone = tokenizer("", add_special_tokens=True)["input_ids"]
+    return alone[0] if alone else end_of_document(tokenizer)
+
+
+@dataclass(frozen=True)
+class ChatForm:
+    """A chat template around one exchange, as tokens: ``header`` user's words ``end_of_turn`` ``answer_header`` answer."""
+
+    header: tuple[int, ...]
+    end_of_turn: int
+    answer_header: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatForm:
+        if not tokenizer.chat_template:
+            raise ValueError("this checkpoint has no chat template; use --start plain")
+        text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True)
+        header, mark, rest = str(text).partition(_MARK)
+        if not mark:
+            raise ValueError("the chat template does not show the user's words; use --start plain")
+        after = _plain_ids(tokenizer, rest)
+        if not after or after[0] not in tokenizer.all_special_ids:
+            raise ValueError(
+                f"the chat template ends a user's turn with {rest[:20]!r}, which is no special token, so a model cannot be seen "
+                "to stop there; use --start plain"
+            )
+        return cls(tuple(_plain_ids(tokenizer, header)), after[0], tuple(after[1:]))
+
+
+def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+
+
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> set[int]:
+    """Where a sample is over: whatever the checkpoint stops at, and the end of a document."""
+    named = getattr(generation_config, "eos_token_id", None)
+    stops = set(named) if isinstance(named, list) else {named}
+    return {token for token in stops | {tokenizer.eos_token_id, end_of_document(tokenizer)} if token is not None}
