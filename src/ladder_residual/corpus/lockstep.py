@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
-from transformers.modeling_utils import AttentionInterface
 
 ATTENTION = "ladder_lockstep"
 WINDOW = 64  # the attended length is rounded up to this; also what memory-efficient attention wants masks aligned to
@@ -221,13 +223,15 @@ class LockstepDecoder:
         )
         visible = self.columns[:window] <= position
         mask = torch.zeros(window, dtype=self.dtype, device=self.device).masked_fill_(~visible, torch.finfo(self.dtype).min)
-        output = self.model(
-            input_ids=out.index_select(1, position).clamp_min(0),  # a row that has ended feeds anything
-            attention_mask=mask.view(1, 1, 1, window),
-            position_ids=position.view(1, 1).expand(rows, 1),
-            past_key_values=self.cache,
-            use_cache=True,
-        )
+        # Flash attention takes no mask, and cuDNN's plans are made anew for every window.
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]) if self.device.type == "cuda" else nullcontext():
+            output = self.model(
+                input_ids=out.index_select(1, position).clamp_min(0),  # a row that has ended feeds anything
+                attention_mask=mask.view(1, 1, 1, window),
+                position_ids=position.view(1, 1).expand(rows, 1),
+                past_key_values=self.cache,
+                use_cache=True,
+            )
         sampled = self._draw(output.logits[:, -1, : self.vocabulary])
 
         following = position + 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
@@ -142,6 +143,10 @@ class Sampler:
             smallest=smallest,
         )
 
+    def seed_of(self, number: int) -> int:
+        """Mixed, not added: batch 1 of seed 0 must not be batch 0 of seed 1, as runs on several GPUs differ in the seed alone."""
+        return int(np.random.SeedSequence([self.settings.seed, number]).generate_state(1, np.uint64)[0] >> np.uint64(2))
+
     def starts(self, number: int) -> Start:
         """How the rows of batch ``number`` begin."""
         rows = self.settings.batch
@@ -152,7 +157,7 @@ class Sampler:
         prompts = torch.full((rows, max(2, len(header))), EMPTY)
         prompts[~chat, 0] = self.first
         if self.settings.random_first:
-            generator = torch.Generator().manual_seed(self.settings.seed + number)
+            generator = torch.Generator().manual_seed(self.seed_of(number))
             drawn = torch.randint(len(self.ordinary), (rows,), generator=generator)
             prompts[~chat, 1] = self.ordinary[drawn][~chat]
         if self.chat is None:
@@ -163,7 +168,7 @@ class Sampler:
     def batches(self, report: Callable[[int, int], None] = lambda step, rows: None) -> Iterator[list[Sample]]:
         for number in itertools.count():
             start = self.starts(number)
-            rows = self.decoder.sample(start, self.settings.seed + number, report)
+            rows = self.decoder.sample(start, self.seed_of(number), report)
             kinds = ["chat" if chat else "plain" for chat in start.chat.tolist()]
             samples = [self._sample(row.tolist(), kind) for row, kind in zip(rows, kinds, strict=True)]
             yield [sample for sample in samples if sample.ids]
