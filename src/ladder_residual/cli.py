@@ -14,6 +14,7 @@ from .bench.calibrate import calibrate_command
 from .bench.commands import Device, Dtype, Ranks, bench
 from .bench.serve import serve
 from .corpus.commands import app as data_app
+from .evaluate.command import evaluate
 from .launch import follow_launcher, on_ranks, report_error, told
 from .plan.commands import app as plan_app
 from .plan.report_commands import report, reproduction
@@ -31,6 +32,7 @@ bench.command("calibrate")(calibrate_command)
 bench.command("serve")(serve)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
+app.command("eval")(evaluate)
 app.add_typer(data_app, name="data")
 app.command("report")(report)
 app.command("reproduction")(reproduction)
