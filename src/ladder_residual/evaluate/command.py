@@ -16,7 +16,7 @@ from .results import save
 from .tasks import wanted_tasks
 
 Tasks = Annotated[
-    str | None, typer.Option(help="Names with commas between (arc_easy,piqa,mmlu ...), or a set: paper-scratch, paper-adapt.")
+    str | None, typer.Option(help="Names with commas between (arc_easy,piqa,mmlu:5 ...), or a set: paper-scratch, paper-adapt.")
 ]
 Local = Annotated[list[Path] | None, typer.Option(help="Folder with <task>_<split>.jsonl[.gz|.xz]; may be repeated.")]
 Against = Annotated[str | None, typer.Option(help="Another model, or its result (.json): prints the differences.")]

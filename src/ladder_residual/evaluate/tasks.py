@@ -91,19 +91,28 @@ class Wanted:
 
 
 def wanted_tasks(names: str, shots: str = "paper") -> list[Wanted]:
-    """``arc_easy,piqa``, ``paper-scratch``, ``mmlu,paper-scratch`` ...; ``shots`` is ``paper`` or a number for all of them."""
-    if shots != "paper" and not (shots.isascii() and shots.isdigit() and int(shots) <= 1000):
-        raise ValueError(f"--shots takes 'paper' or a number of examples such as 0 or 5; got {shots!r}")
+    """``arc_easy,piqa``, ``paper-scratch``, ``arc_easy:0,mmlu:5`` ...; ``shots`` (``paper`` or a number) is for those without."""
     found: dict[str, Wanted] = {}
-    for name in [part.strip() for part in names.split(",")]:
+    common = _shots(shots)
+    for part in names.split(","):
+        name, colon, own = (piece.strip() for piece in part.partition(":"))
         if not name:
             raise ValueError(f"--tasks {names!r}: an empty name between commas")
+        chosen = _shots(own) if colon else common
         for task in SETS.get(name, (TASKS.get(name) or Task(name, "", "", ""),)):
             if task.name in found:
                 raise ValueError(f"--tasks names {task.name} twice")
             paper = task.shots if task.folder else None
-            found[task.name] = Wanted(task, paper if shots == "paper" else int(shots), optional=name in SETS)
+            found[task.name] = Wanted(task, paper if chosen is None else chosen, optional=name in SETS)
     return list(found.values())
+
+
+def _shots(text: str) -> int | None:
+    if text == "paper":
+        return None
+    if not (text.isascii() and text.isdigit() and int(text) <= 1000):
+        raise ValueError(f"shots are 'paper' or a number of examples such as 0 or 5; got {text!r:.40}")
+    return int(text)
 
 
 def unknown_task(name: str, known: list[str]) -> ValueError:
