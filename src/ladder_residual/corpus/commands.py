@@ -13,6 +13,101 @@ app = typer.Typer(
 )
 
 
+@app.command("prepare")
+def prepare_command(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SOURCE...",
+            help="Text (.txt), JSON lines (.jsonl), either also .xz or .gz; .parquet; a directory of those; "
+            "or a hub dataset, OWNER/NAME or hub:NAME, with @REVISION if wanted.",
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the shards.")],
+    tokenizer: Annotated[str, typer.Option(help="Directory, hub id or tokenizer.json.")],
+    text_field: Annotated[list[str], typer.Option(help="Field with the text; repeated, fields are joined by a line break.")] = [
+        "text"
+    ],  # noqa: B006  (typer copies it)
+    document_separator: Annotated[
+        str | None, typer.Option(help="A line of a text file that ends a document; without it a file is one document.")
+    ] = None,
+    end_of_document: Annotated[
+        str | None, typer.Option(help="Token after every document; default: <|endoftext|> where there is one, else eos.")
+    ] = None,
+    shard_tokens: Annotated[int, typer.Option(help="A shard ends with the document that brings it to this.")] = 1 << 26,
+    limit: Annotated[int | None, typer.Option(help="Documents to take, from the start.")] = None,
+    split: Annotated[str, typer.Option(help="Of a hub dataset.")] = "train",
+    subset: Annotated[str | None, typer.Option(help="Of a hub dataset: its configuration.")] = None,
+    workers: Annotated[int | None, typer.Option(help="Processes that tokenise; default: one per core.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Start again, dropping what is there.")] = False,
+) -> None:
+    """Tokenise text into memory-mapped shards. Interrupted, the same command goes on where it stopped."""
+    import os
+
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+    from .prepare import PrepareSettings, Report, prepare
+    from .sources import SourceOptions
+
+    settings = PrepareSettings(
+        text_fields=tuple(text_field),
+        shard_tokens=shard_tokens,
+        limit=limit,
+        end_of_document=end_of_document,
+        options=SourceOptions(document_separator, split, subset),
+    )
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("preparing", total=None)
+
+        def show(report: Report) -> None:
+            words = f"{report.documents:,} documents, {report.tokens:,} tokens"
+            bar.update(task, description=words, completed=report.bytes_read, total=report.bytes_total)
+
+        corpus = prepare(
+            sources, out, tokenizer, settings, workers=workers or os.cpu_count() or 1, overwrite=overwrite, report=show
+        )
+    print(f"{out}: {corpus.documents:,} documents, {corpus.tokens:,} tokens ({corpus.dtype}) in {len(corpus.shards)} shards")
+
+
+@app.command("inspect")
+def inspect_command(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A corpus of `ladder data prepare`.")],
+    verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare checksums.")] = False,
+    document: Annotated[int, typer.Option(help="Number of the document to show.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the index as one JSON document.")] = False,
+) -> None:
+    """Sizes of a corpus, and the beginning of a document."""
+    import json
+
+    from .shards import Corpus
+
+    corpus = Corpus.open(directory, "checksums" if verify else "sizes")
+    if as_json:
+        print(json.dumps(corpus.index()))
+        return
+    print(f"tokens      {corpus.tokens:,} ({corpus.dtype}), vocabulary {corpus.vocab_size:,}")
+    print(f"documents   {corpus.documents:,}, {corpus.tokens / corpus.documents:,.0f} tokens each on average")
+    print(f"shards      {len(corpus.shards)}, " + ("checksums right" if verify else "sizes right; --verify reads them"))
+    print(f"tokenizer   {corpus.tokenizer.get('source')} (digest {corpus.tokenizer.get('digest')})")
+    ids = corpus.document(document)[:64]
+    print(f"document {document}  {' '.join(map(str, ids[:16]))} ...")
+    if text := _decoded(ids.tolist(), corpus.tokenizer):
+        print(f"            {text!r}")
+
+
+def _decoded(ids: list[int], about: dict[str, str]) -> str | None:
+    """The text of ``ids``, if the tokenizer is still where it was."""
+    from .tokens import read_tokenizer, tokenizer_digest
+
+    try:
+        tokenizer = read_tokenizer(about["source"])
+    except (KeyError, ValueError):
+        return None
+    return str(tokenizer.decode(ids)) if tokenizer_digest(tokenizer) == about.get("digest") else None
+
+
 @app.command("sample")
 def sample_command(
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint directory or hub id.")],

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from ..checkpoint import resolve
@@ -100,3 +102,25 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> s
     named = getattr(generation_config, "eos_token_id", None)
     stops = set(named) if isinstance(named, list) else {named}
     return {token for token in stops | {tokenizer.eos_token_id, end_of_document(tokenizer)} if token is not None}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a document becomes tokens: the tokenizer without its special tokens, as a string that another process can load, and
+    what it puts before a text. What it puts after one gives way to the end-of-document token."""
+
+    serialized: str
+    before: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Recipe:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError("the tokenizer has no tokenizer.json (a fast tokenizer); convert it with transformers first")
+        backend = type(backend).from_str(backend.to_str())
+        backend.no_truncation()  # some tokenizer.json files carry a limit of their own: documents would lose their ends
+        backend.no_padding()
+        bare = backend.encode("a", add_special_tokens=False).ids
+        full = backend.encode("a", add_special_tokens=True).ids
+        start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
+        return cls(backend.to_str(), np.array(full[:start], np.int64))

@@ -8,9 +8,11 @@ interrupted gives the same bytes as one that was not.
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
@@ -56,6 +58,7 @@ class CorpusWriter:
     consumed: int = 0  # documents of the source that finished shards account for, the skipped ones included
     _pending: int = 0  # the same, of the shard being written
     _open: _OpenShard | None = None
+    _held: int = -1  # the directory's descriptor, which holds the lock
 
     @classmethod
     def begin(
@@ -79,8 +82,20 @@ class CorpusWriter:
             directory.mkdir(parents=True, exist_ok=True)
         if (directory / INDEX).exists():
             raise ValueError(f"{directory} already holds a corpus; choose another directory or use --overwrite")
+        writer._lock()
         writer._resume()
         return writer
+
+    def _lock(self) -> None:
+        """Two runs must not write the same shards. The lock goes with the process, however that ends."""
+        self._held = os.open(self.directory, os.O_RDONLY)
+        try:
+            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._held)
+            raise ValueError(
+                f"another process is writing to {self.directory}; wait for it or choose another directory"
+            ) from None
 
     def _resume(self) -> None:
         path = self.directory / PROGRESS
@@ -125,6 +140,7 @@ class CorpusWriter:
         if self._open is not None:
             self._open.discard()
             self._open = None
+        os.close(self._held)
 
     @property
     def tokens(self) -> int:
@@ -134,23 +150,27 @@ class CorpusWriter:
     def documents(self) -> int:
         return sum(shard.documents for shard in self.shards) + (len(self._open.ends) if self._open else 0)
 
-    def add(self, document: ArrayLike) -> None:
-        """One document of the source. An empty one is counted, so that a resumed run skips it too, and not written."""
-        tokens = np.asarray(document, np.int64)
-        self._pending += 1
-        if len(tokens) == 0:
+    def add(self, tokens: ArrayLike, *, last: bool = True, place: str = "a document") -> None:
+        """A document of the source, or a piece of one (``last`` ends it). An empty one is counted, so that a resumed run skips it
+        too, and not written."""
+        piece = np.asarray(tokens, np.int64)
+        if len(piece) and (piece.min() < 0 or piece.max() >= self.vocab_size):
+            wrong = int(piece.max()) if piece.max() >= self.vocab_size else int(piece.min())
+            raise ValueError(f"{place}: token {wrong} is outside the tokenizer's vocabulary of {self.vocab_size}")
+        if len(piece):
+            if self._open is None:
+                name = f"{len(self.shards):05d}"
+                self._open = _OpenShard.create(self.directory, name, TOKEN_DTYPES[dtype_for(self.vocab_size)])
+            self._open.write(piece)
+        if not last:
             return
-        if tokens.min() < 0 or tokens.max() >= self.vocab_size:
-            worst = int(tokens.max()) if tokens.max() >= self.vocab_size else int(tokens.min())
-            raise ValueError(f"token {worst} is outside the vocabulary of {self.vocab_size}: the tokenizer is another one")
-        if tokens[-1] != self.end_of_document:
-            tokens = np.append(tokens, self.end_of_document)
-        if self._open is None:
-            name = f"{len(self.shards):05d}"
-            self._open = _OpenShard.create(self.directory, name, TOKEN_DTYPES[dtype_for(self.vocab_size)])
-        self._open.add(tokens)
-        if self._open.tokens >= self.shard_tokens:
-            self._close_shard()
+        self._pending += 1
+        if self._open is not None and self._open.in_document:
+            if self._open.last != self.end_of_document:
+                self._open.write(np.array([self.end_of_document]))
+            self._open.end_document()
+            if self._open.tokens >= self.shard_tokens:
+                self._close_shard()
 
     def _close_shard(self) -> None:
         assert self._open is not None
@@ -172,6 +192,19 @@ class CorpusWriter:
         return corpus
 
 
+def discard_corpus(directory: Path) -> None:
+    """Remove a corpus, finished or not, and nothing else that lies in its directory."""
+    if not directory.is_dir():
+        return
+    for path in directory.iterdir():
+        if (
+            path.name in (INDEX, PROGRESS)
+            or re.fullmatch(r"\d{5,}\.(tokens|documents)", path.name)
+            or path.name.endswith(PARTIAL)
+        ):
+            path.unlink()
+
+
 @dataclass
 class _OpenShard:
     """The shard being written, under a temporary name."""
@@ -182,6 +215,7 @@ class _OpenShard:
     dtype: np.dtype
     sha256: Any
     tokens: int = 0
+    last: int = -1  # token
     ends: list[int] = field(default_factory=list)
 
     @classmethod
@@ -190,12 +224,19 @@ class _OpenShard:
         with writing_to(path):
             return cls(directory, name, path.open("wb"), dtype, hashlib.sha256())
 
-    def add(self, tokens: np.ndarray) -> None:
+    def write(self, tokens: np.ndarray) -> None:
         data = tokens.astype(self.dtype).tobytes()
         with writing_to(self.directory / f"{self.name}.tokens"):
             self.file.write(data)
         self.sha256.update(data)
         self.tokens += len(tokens)
+        self.last = int(tokens[-1])
+
+    @property
+    def in_document(self) -> bool:
+        return self.tokens > (self.ends[-1] if self.ends else 0)
+
+    def end_document(self) -> None:
         self.ends.append(self.tokens)
 
     def close(self) -> Shard:

@@ -1,0 +1,266 @@
+"""``ladder data prepare``: documents to tokens, in several processes, into shards that are the same however many there are.
+
+One process reads, cuts and writes; the others only turn text into token ids. Results are taken in the order of the documents, so
+neither the number of workers nor an interruption changes a byte of the result.
+"""
+
+from __future__ import annotations
+
+import itertools
+import multiprocessing
+import os
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .shards import INDEX, Corpus
+from .sources import PIECE, Record, Source, SourceOptions, find_sources
+from .writing import DEFAULT_SHARD_TOKENS, CorpusWriter, discard_corpus
+
+_BATCH_CHARACTERS = 1 << 18  # of text handed to a worker at once
+_BATCH_ITEMS = 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrepareSettings:
+    """What decides the result. The number of workers does not."""
+
+    text_fields: tuple[str, ...] = ("text",)  # of JSON lines, parquet and datasets; several are joined by a line break
+    shard_tokens: int = DEFAULT_SHARD_TOKENS
+    limit: int | None = None  # documents
+    end_of_document: str | None = None  # token
+    options: SourceOptions = field(default_factory=SourceOptions)
+
+    def __post_init__(self) -> None:
+        if self.shard_tokens < 1:
+            raise ValueError(f"--shard-tokens must be at least 1, got {self.shard_tokens}")
+        if self.limit is not None and self.limit < 1:
+            raise ValueError(f"--limit must be at least 1, got {self.limit}")
+
+
+class Item(NamedTuple):
+    """A piece of a document, still text or already tokens."""
+
+    text: str
+    ids: NDArray[np.int64] | None
+    first: bool  # of its document, and of a kind that gets the tokenizer's own first token
+    last: bool
+    place: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """Where a run is, for whoever draws the bar."""
+
+    documents: int
+    tokens: int
+    bytes_read: int
+    bytes_total: int | None
+
+
+def prepare(
+    names: list[str],
+    directory: Path,
+    tokenizer_source: str,
+    settings: PrepareSettings,
+    *,
+    workers: int = 1,
+    overwrite: bool = False,
+    report: Callable[[Report], None] = lambda report: None,
+) -> Corpus:
+    """Tokenise the sources into ``directory``; go on where an interrupted run with the same settings stopped."""
+    if workers < 1:
+        raise ValueError(f"--workers must be at least 1, got {workers}")
+    from .tokens import Recipe, end_of_document, read_tokenizer, tokenizer_digest, vocabulary_size
+
+    tokenizer = read_tokenizer(tokenizer_source)
+    recipe = Recipe.of(tokenizer)
+    digest = tokenizer_digest(tokenizer)
+    sources = find_sources(names, settings.options)
+    prepared = {
+        "sources": [source.identity for source in sources],
+        "text_fields": list(settings.text_fields),
+        "document_separator": settings.options.document_separator,
+        "limit": settings.limit,
+        "shard_tokens": settings.shard_tokens,
+    }
+    about_tokenizer = {"source": str(tokenizer_source), "digest": digest}
+    if overwrite:
+        discard_corpus(directory)
+    ends = end_of_document(tokenizer, settings.end_of_document)
+    if (directory / INDEX).exists():
+        existing = Corpus.open(directory)
+        if (existing.prepared, existing.tokenizer, existing.end_of_document) == (prepared, about_tokenizer, ends):
+            return existing
+    with CorpusWriter.begin(
+        directory,
+        vocabulary_size(tokenizer),
+        ends,
+        shard_tokens=settings.shard_tokens,
+        tokenizer=about_tokenizer,
+        prepared=prepared,
+    ) as writer:
+        chosen = _selected(sources, writer.consumed, settings.limit)
+        items = (item for record in chosen for item in to_items(record, settings.text_fields, tokenizer, digest))
+        for number, (tokens, item) in enumerate(_tokenised(items, recipe.serialized, workers)):
+            if item.first and len(tokens):
+                tokens = np.concatenate([recipe.before, tokens])
+            writer.add(tokens, last=item.last, place=item.place)
+            if number % 64 == 0:
+                report(_report(writer, sources))
+        corpus = writer.finish()
+        report(_report(writer, sources))
+        return corpus
+
+
+def _report(writer: CorpusWriter, sources: list[Source]) -> Report:
+    sizes = [source.size for source in sources]
+    known = sum(size for size in sizes if size is not None) if None not in sizes else None
+    return Report(writer.documents, writer.tokens, sum(source.position() for source in sources), known)
+
+
+def _selected(sources: list[Source], skip: int, limit: int | None) -> Iterator[Record]:
+    """Records of the documents from number ``skip`` on, up to number ``limit``."""
+    number = 0
+    for record in itertools.chain.from_iterable(source.records() for source in sources):
+        if limit is not None and number >= limit:
+            return
+        if number >= skip:
+            yield record
+        number += record.last
+
+
+def to_items(record: Record, text_fields: tuple[str, ...], tokenizer: Any, digest: str) -> Iterator[Item]:
+    """What to tokenise of a record: its ``ids`` if it has them, else its text, else its ``messages`` in the chat's form."""
+    row, place = record.row, record.place
+    if isinstance(row.get("ids"), list):
+        yield Item("", _checked_ids(row, place, digest), False, record.last, place)
+        return
+    if all(name in row for name in text_fields):
+        for name in text_fields:
+            if not isinstance(row[name], str):
+                raise ValueError(f"{place}: the field {name!r} is no text but {str(row[name])[:40]!r}")
+        text, first = "\n".join(row[name] for name in text_fields), record.first
+    elif isinstance(row.get("messages"), list):
+        text, first = _chat(row["messages"], place, tokenizer), False
+    else:
+        fields = ", ".join(map(str, row)) or "none"
+        raise ValueError(
+            f'{place}: has neither {" and ".join(map(repr, text_fields))}, nor "messages", nor "ids"; its fields are {fields}; '
+            "name the one to use with --text-field"
+        )
+    pieces = list(_pieces(text))
+    for number, piece in enumerate(pieces):
+        yield Item(piece, None, first and number == 0, record.last and number == len(pieces) - 1, place)
+
+
+def _pieces(text: str) -> Iterator[str]:
+    """At most about PIECE characters each, cut after a line end where there is one."""
+    start = 0
+    while len(text) - start > PIECE:
+        cut = text.rfind("\n", start, start + PIECE) + 1
+        cut = cut if cut > start else start + PIECE
+        yield text[start:cut]
+        start = cut
+    yield text[start:]
+
+
+def _checked_ids(row: dict[str, Any], place: str, digest: str) -> NDArray[np.int64]:
+    if row.get("tokenizer", digest) != digest:
+        raise ValueError(
+            f"{place}: its ids are of another tokenizer ({row['tokenizer']}, this one is {digest}); "
+            "prepare them with theirs, or write samples with --write text"
+        )
+    if not all(type(token) is int for token in row["ids"]):
+        raise ValueError(f"{place}: ids must be whole numbers")
+    return np.array(row["ids"], np.int64)
+
+
+def _chat(messages: list[Any], place: str, tokenizer: Any) -> str:
+    if not tokenizer.chat_template:
+        raise ValueError(f'{place}: has "messages", but the tokenizer has no chat template')
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False))
+    except Exception as error:  # whatever a template trips over
+        raise ValueError(f"{place}: the chat template refuses these messages: {error}") from error
+
+
+def _tokenised(items: Iterator[Item], serialized: str, workers: int) -> Iterator[tuple[NDArray[np.int64], Item]]:
+    """Each item with its tokens, in order."""
+    if workers == 1:
+        _start_worker(serialized, own_process=False)
+        for batch in _batches(items):
+            yield from _merged(batch, _encode([item.text for item in batch]))
+        return
+    # Started anew, not forked: the reader's threads and open files are not theirs.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker, initargs=(serialized,)) as pool:
+        running: deque[tuple[list[Item], Future[Any]]] = deque()
+        batches = _batches(items)
+        try:
+            while True:
+                for batch in itertools.islice(batches, 2 * workers - len(running)):  # enough ahead, and bounded memory
+                    running.append((batch, pool.submit(_encode, [item.text for item in batch])))
+                if not running:
+                    return
+                batch, future = running.popleft()
+                yield from _merged(batch, future.result())
+        except BrokenProcessPool as error:
+            raise ValueError(
+                "a worker died (out of memory?); finished shards are kept: run again with fewer --workers"
+            ) from error
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _batches(items: Iterator[Item]) -> Iterator[list[Item]]:
+    batch: list[Item] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += len(item.text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_ITEMS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
+        yield batch
+
+
+def _merged(batch: list[Item], encoded: tuple[bytes, list[int]]) -> Iterator[tuple[NDArray[np.int64], Item]]:
+    tokens = np.frombuffer(encoded[0], np.uint32).astype(np.int64)
+    ends = np.cumsum(encoded[1])
+    for item, end, count in zip(batch, ends, encoded[1], strict=True):
+        yield (item.ids if item.ids is not None else tokens[end - count : end]), item
+
+
+_worker_tokenizer: Any = None  # of this process: a worker serves one run
+
+
+def _start_worker(serialized: str, own_process: bool = True) -> None:
+    global _worker_tokenizer
+    if own_process:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # processes, not threads within them
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the reader decides
+        if sys.platform == "linux":
+            import ctypes
+
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed reader leaves no workers behind
+    from tokenizers import Tokenizer
+
+    _worker_tokenizer = Tokenizer.from_str(serialized)
+
+
+def _encode(texts: list[str]) -> tuple[bytes, list[int]]:
+    """All token ids in one block, and how many are each text's."""
+    encoded = [encoding.ids for encoding in _worker_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    flat = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32)
+    return flat.tobytes(), [len(ids) for ids in encoded]
