@@ -1,0 +1,48 @@
+"""Packed token rows of the texts that ``runs/adapt_smollm2.py`` heals SmolLM2 with, in a few small files.
+
+    python runs/adapt_prepare.py smollm2 TEXTS rows
+
+TEXTS holds classic_books_train.txt.xz, classic_books_valid.txt.xz, gsm8k_train.jsonl.xz and wikitext2_test.raw.xz. The last is
+measured on and never trained on; of the books seven whole ones are held out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from ladder_residual.adapt.rows import LEARN, Encoder, build_rows
+from ladder_residual.corpus.tokens import read_tokenizer
+
+SEQUENCE = 1024
+TEXTS = {
+    "books": "classic_books_train.txt.xz",
+    "books_heldout": "classic_books_valid.txt.xz",
+    "wikitext2": "wikitext2_test.raw.xz",
+    "gsm8k": "gsm8k_train.jsonl.xz",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model", type=Path)
+    parser.add_argument("texts", type=Path)
+    parser.add_argument("target", type=Path)
+    arguments = parser.parse_args()
+    tokenizer = read_tokenizer(arguments.model)
+    encoder = Encoder(tokenizer, len(tokenizer))
+    arguments.target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as scratch:
+        for name, file in TEXTS.items():
+            store = build_rows(str(arguments.texts / file), encoder, SEQUENCE, Path(scratch))
+            np.save(arguments.target / f"{name}.npy", store.ids.astype(np.uint16))
+            if (store.use != LEARN).any():
+                np.save(arguments.target / f"{name}.use.npy", store.use)
+            print(f"{name:14} {len(store):6,} rows of {SEQUENCE}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Reading what to learn from: text files, JSON lines, hub datasets; each entry a document or a chat, with its place for messages.
+
+    .txt            documents, separated by lines that say <|endoftext|>
+    .jsonl          one object a line: text | ids | messages | conversations | prompt + completion | question + answer |
+                    instruction (+ input) + output
+    owner/name      a hub dataset with such columns, read as a stream (needs the `datasets` package)
+
+All of them may be compressed (.xz, .gz, .bz2).
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+END_OF_TEXT = "<|endoftext|>"
+_OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+_PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("prompt", "response"))
+_ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
+SHAPES = "text, ids, messages, conversations, or a pair such as prompt and completion"
+
+
+class Entry(NamedTuple):
+    """One document or chat; exactly one of the first three is set."""
+
+    where: str
+    text: str | None = None
+    ids: list[int] | None = None
+    messages: list[dict[str, str]] | None = None
+    tokenizer: str | None = None  # digest of the tokenizer that made the ids
+
+
+def read_entries(source: str) -> Iterator[Entry]:
+    """The entries of a file or a hub dataset; ValueError names the line that is wrong."""
+    path = Path(source)
+    if not path.exists():
+        if source.count("/") == 1 and not source.startswith((".", "~")) and not path.suffix:
+            yield from _hub_entries(source)
+            return
+        raise ValueError(f"no data file at {source} (a hub dataset is written owner/name)")
+    inner = path.with_suffix("") if path.suffix in _OPENERS else path
+    if inner.suffix not in (".txt", ".jsonl", ".json", ".md", ".raw"):
+        raise ValueError(
+            f"{source}: cannot tell what it holds from its name; use .txt or .jsonl, or either with .xz, .gz, .bz2"
+        )
+    try:
+        with _OPENERS.get(path.suffix, open)(path, "rt", encoding="utf-8") as lines:
+            yield from _json_entries(lines, source) if inner.suffix in (".jsonl", ".json") else _text_entries(lines, source)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source} is no UTF-8 text: {error}") from error
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
+        raise ValueError(f"{source} is damaged or cut short: {error}") from error
+
+
+def _text_entries(lines: IO[str], source: str) -> Iterator[Entry]:
+    document: list[str] = []
+    first = 1
+    for number, line in enumerate(lines, start=1):
+        if line.strip() == END_OF_TEXT:
+            if "".join(document).strip():
+                yield Entry(f"{source}, line {first}", text="".join(document))
+            document, first = [], number + 1
+        else:
+            document.append(line)
+    if "".join(document).strip():
+        yield Entry(f"{source}, line {first}", text="".join(document))
+
+
+def _json_entries(lines: Iterable[str], source: str) -> Iterator[Entry]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{source}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{where}: expected an object with {SHAPES}, got {type(row).__name__}")
+        yield entry_of(row, where)
+
+
+def _hub_entries(name: str) -> Iterator[Entry]:
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise ValueError(
+            f"{name} is no file; as a hub dataset it needs the datasets package: pip install 'ladder-residual[train]'"
+        ) from None
+    try:
+        rows = load_dataset(name, split="train", streaming=True)
+    except Exception as error:  # the hub clients raise a dozen unrelated kinds for "not there", "no access" and "no network"
+        raise ValueError(
+            f"{name} is no file, and reading it from the hub failed: {type(error).__name__}: {error!s:.300}"
+        ) from error
+    for number, row in enumerate(rows, start=1):
+        yield entry_of(row, f"{name}, row {number}")
+
+
+def entry_of(row: Mapping[str, Any], where: str) -> Entry:
+    if isinstance(row.get("ids"), list):
+        if not row["ids"] or not all(isinstance(token, int) and not isinstance(token, bool) for token in row["ids"]):
+            raise ValueError(f"{where}: ids must be a list of token numbers, not empty")
+        return Entry(where, ids=row["ids"], tokenizer=row.get("tokenizer"))
+    for key in ("messages", "conversations"):
+        if isinstance(row.get(key), list):
+            return Entry(where, messages=_messages(row[key], where))
+    for asked, answered in _PAIRS:
+        if asked in row and answered in row:
+            question = _string(row[asked], asked, where)
+            if asked == "instruction" and row.get("input"):
+                question += "\n\n" + _string(row["input"], "input", where)
+            answer = _string(row[answered], answered, where)
+            return Entry(where, messages=[{"role": "user", "content": question}, {"role": "assistant", "content": answer}])
+    if "text" in row:
+        return Entry(where, text=_string(row["text"], "text", where))
+    raise ValueError(f"{where}: has none of {SHAPES}; its fields are {', '.join(map(str, row)) or 'none'}")
+
+
+def _string(value: Any, name: str, where: str) -> str:
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{where}: {name} must be text, not empty; got {value!r:.60}")
+    return value
+
+
+def _messages(turns: list[Any], where: str) -> list[dict[str, str]]:
+    messages = []
+    for turn in turns:
+        if not isinstance(turn, dict):
+            raise ValueError(f"{where}: a message is an object with role and content, got {turn!r:.60}")
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if role not in _ROLES:
+            raise ValueError(f"{where}: unknown role {role!r:.40}; expected {', '.join(_ROLES)}")
+        messages.append({"role": _ROLES[role], "content": _string(content, "content", where)})
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError(f"{where}: a chat without an answer (role assistant) has nothing to learn from")
+    return messages

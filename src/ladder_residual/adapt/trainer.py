@@ -1,0 +1,300 @@
+"""transformers' Trainer with our loss, wirings that change during the run, sharding, and checkpoints that are whole or absent.
+
+Everything else is the Trainer's: the loop, accumulation, DDP, clipping, schedules, logging, TensorBoard, the progress bar, resume.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import SequentialSampler
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from ..model import rewire
+from ..train.loss import head_of
+from .objective import Counts, Objective, teach
+from .rows import IGNORED, RowStore, collate
+from .settings import Settings
+from .sharded import load_sharded, save_sharded, whole_weights
+
+LATEST = "checkpoint-"
+
+
+class Diverged(ValueError):
+    """The loss is no longer a number."""
+
+
+class AdaptTrainer(Trainer):
+    """``student`` has its training ``forward`` attached (``objective.py``) and, if ``sharded``, went through ``fully_shard``."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        student: nn.Module,
+        inner: PreTrainedModel,
+        objective: Objective,
+        rows: Any,
+        args: TrainingArguments,
+        *,
+        teacher: PreTrainedModel | None = None,
+        stages: Stages | None = None,
+        sharded: bool = False,
+        callbacks: list[TrainerCallback] | None = None,
+    ) -> None:
+        self.settings, self.inner, self.objective, self.teacher, self.sharded = settings, inner, objective, teacher, sharded
+        self.stages = stages
+        super().__init__(student, args, data_collator=collate, train_dataset=rows, callbacks=callbacks)
+        self.model_accepts_loss_kwargs = True  # our sums are divided by counts over all accumulation steps and ranks
+        if sharded:
+            # Sharded already: no DDP around it, nothing to place.
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self._parts: dict[str, Tensor] = {}
+        self._first_bad = torch.full((), -1, dtype=torch.int64, device=args.device)
+        self._parts_steps = 0
+
+    # ---- data and loss
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)  # shuffled already
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        return count(batch_samples, device)
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+        parts = self.parts(model, inputs, num_items_in_batch, self.hidden_weight())
+        loss = parts["loss"] * self.accelerator.num_processes  # ranks' gradients are averaged, our divisors count all ranks
+        step = self.state.global_step + 1
+        newly_bad = ~torch.isfinite(loss.detach()) & (self._first_bad < 0)
+        self._first_bad = torch.where(newly_bad, step, self._first_bad)
+        for name, value in parts.items():
+            if name != "loss":
+                self._parts[name] = self._parts.get(name, 0.0) + value.detach()
+        return (loss, parts) if return_outputs else loss
+
+    def parts(self, model: nn.Module, inputs: Any, counts: Counts, hidden_weight: float = 0.0) -> dict[str, Tensor]:
+        extra: dict[str, Any] = {}
+        if self.objective.mixture is not None:
+            assert self.teacher is not None
+            layers = self.objective.layers if hidden_weight else ()
+            extra = {"lesson": teach(self.teacher, inputs["input_ids"], layers), "lesson_head": head_of(self.teacher)}
+            extra["hidden_weight"] = hidden_weight
+        return model(**inputs, counts=counts, **extra)
+
+    def hidden_weight(self) -> float:
+        """Falls linearly to 0 over the first ``hidden_share`` of the run."""
+        progress = self.state.global_step / max(1, self.state.max_steps)
+        return self.settings.hidden_weight * max(0.0, 1.0 - progress / self.settings.hidden_share)
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if self.stages is not None:
+            self.stages.enter(self.inner, self.state.global_step / max(1, self.state.max_steps))
+        return super().training_step(model, inputs, num_items_in_batch)
+
+    def measure(self, store: RowStore, rows: int) -> dict[str, float]:
+        """Mean loss (and divergence from the teacher) on the first ``rows`` rows of a held-out text."""
+        micro = self.args.per_device_train_batch_size
+        rows = min(rows, len(store))
+        rows = rows // micro * micro or rows  # equal shapes: nothing is compiled for the sake of the last batch
+        learned = tokens = cross_entropy = divergence = 0.0
+        with self._measuring():
+            for start in range(0, rows, micro):
+                batch = collate([store.row(index) for index in range(start, min(start + micro, rows))])
+                batch = {name: value.to(self.args.device) for name, value in batch.items()}
+                counts = count([batch], self.args.device, across_ranks=False)
+                parts = self.parts(self.model_wrapped, batch, counts)
+                learned += float(counts.learned)
+                tokens += float(counts.tokens)
+                cross_entropy += float(parts["cross_entropy"]) * float(counts.learned)
+                divergence += float(parts.get("divergence", 0.0)) * float(counts.tokens)
+                del parts
+        result = {"loss": cross_entropy / learned, "tokens": tokens}
+        if self.objective.mixture is not None:
+            result["kl"] = divergence / tokens
+        return result
+
+    @contextmanager
+    def _measuring(self) -> Iterator[None]:
+        if self.objective.compiled and not _drops_out(self.inner):
+            yield  # without dropout both modes compute the same; in another mode everything would be compiled once more
+            return
+        training = self.model_wrapped.training
+        self.model_wrapped.eval()
+        with torch.no_grad():
+            yield
+        self.model_wrapped.train(training)
+
+    # ---- optimizer
+
+    def create_optimizer(self, model: Any = None) -> Any:
+        if self.optimizer is None and self.settings.optimizer == "muon":
+            from .muon import muon_with_adamw
+
+            self.optimizer = muon_with_adamw(self.inner, self.settings)
+            return self.optimizer
+        return super().create_optimizer() if model is None else super().create_optimizer(model)
+
+    # ---- what is logged, and when to stop
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        if "loss" in logs:
+            self.check_finite()
+            steps = max(1, self.state.global_step - self._parts_steps)
+            for name, value in self._parts.items():
+                total = value if self.args.world_size == 1 else _sum_over_ranks(value)
+                logs[name] = float(total) / steps
+            self._parts, self._parts_steps = {}, self.state.global_step
+            logs["tokens"] = self.state.global_step * self.settings.batch_tokens
+        super().log(logs, start_time)
+
+    def check_finite(self) -> None:
+        bad = self._first_bad
+        if self.args.world_size > 1:
+            bad = torch.where(bad < 0, torch.iinfo(torch.int64).max, bad)
+            dist.all_reduce(bad, op=dist.ReduceOp.MIN)
+            bad = torch.where(bad == torch.iinfo(torch.int64).max, -1, bad)
+        step = int(bad)
+        if step >= 0:
+            good = last_checkpoint(Path(str(self.args.output_dir)))
+            kept = f"the last good checkpoint is {good}" if good else "no checkpoint was saved before it (--save-every)"
+            raise Diverged(
+                f"the loss is no number any more since step {step}: training stopped, {kept}. A lower learning rate "
+                f"(now {self.settings.learning_rate:g}) or a longer warm-up is the usual cure"
+            )
+
+    # ---- checkpoints
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Written aside and renamed when complete: whatever stops us, every ``checkpoint-N`` is whole."""
+        self.check_finite()
+        folder = Path(str(self.args.output_dir))
+        scratch = folder / ".saving"
+        with saving(scratch, self.state.global_step, folder, self.args.should_save):
+            _barrier(self.args.world_size)
+            self._saving_to = str(scratch)
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._saving_to = None
+            _barrier(self.args.world_size)
+            if self.args.should_save:
+                name = f"{LATEST}{self.state.global_step}"
+                shutil.rmtree(folder / name, ignore_errors=True)
+                (scratch / name).rename(folder / name)
+                scratch.rmdir()
+                for old in checkpoints(folder)[: -self.settings.keep]:
+                    shutil.rmtree(old)
+        _barrier(self.args.world_size)
+
+    _saving_to: str | None = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._saving_to or super()._get_output_dir(trial)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        if not self.sharded:
+            super().save_model(output_dir, _internal_call)
+            return
+        weights = whole_weights(self.model)
+        if self.args.should_save:
+            self._save(output_dir, state_dict=weights)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self.sharded:
+            save_sharded(self.model, self.optimizer, Path(output_dir))
+            if self.args.should_save:
+                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if self.sharded and checkpoint is not None:
+            load_sharded(self.model, self.optimizer, Path(checkpoint))
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        if not self.sharded:  # sharded weights come with the optimizer's state
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+
+class Stages:
+    """Progressive conversion: which wiring is in force at which point of the run."""
+
+    def __init__(self, specs: tuple[str, ...], final: str, share: float, tell: Callable[[str], None]) -> None:
+        self.specs = (*specs, final) if not specs or specs[-1] != final else specs
+        self.share, self.tell = share, tell
+        self.current: str | None = None
+
+    def at(self, progress: float) -> str:
+        return self.specs[min(int(progress / self.share * (len(self.specs) - 1)), len(self.specs) - 1)]
+
+    def enter(self, model: PreTrainedModel, progress: float) -> None:
+        if (spec := self.at(progress)) != self.current:
+            rewire(model, spec)
+            self.tell(f"stage    {spec} from {100 * progress:.0f} % of the run")
+            self.current = spec
+
+
+def count(batches: list[Any], device: torch.device, *, across_ranks: bool = True) -> Counts:
+    """Without looking at the values: on CUDA nothing waits."""
+    tokens = sum(batch["counted"].sum() if "counted" in batch else batch["labels"].numel() for batch in batches)
+    learned = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches)
+    totals = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in (tokens, learned)])
+    if across_ranks and dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(totals)
+    totals = totals.clamp_min(1)
+    return Counts(totals[0], totals[1])
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Complete ones, oldest first."""
+    found = [path for path in folder.glob(f"{LATEST}*") if path.name.removeprefix(LATEST).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(LATEST)))
+
+
+def last_checkpoint(folder: Path) -> Path | None:
+    found = checkpoints(folder)
+    return found[-1] if found else None
+
+
+@contextmanager
+def saving(scratch: Path, step: int, folder: Path, writer: bool) -> Iterator[None]:
+    """Turns a failed write into one message that says what is still there, and clears what was half written."""
+    from safetensors import SafetensorError
+
+    if writer:
+        shutil.rmtree(scratch, ignore_errors=True)
+        scratch.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if writer:
+            shutil.rmtree(scratch, ignore_errors=True)
+        good = last_checkpoint(folder)
+        kept = f"{good} is intact" if good else "there is no earlier one"
+        raise ValueError(f"could not save the checkpoint of step {step} in {folder} ({str(error)[:200]}); {kept}") from error
+
+
+def _drops_out(model: PreTrainedModel) -> bool:
+    inside = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
+    return inside or bool(getattr(model.config, "attention_dropout", 0.0))
+
+
+def _sum_over_ranks(value: Tensor) -> Tensor:
+    total = value.clone()
+    dist.all_reduce(total)
+    return total
+
+
+def _barrier(world: int) -> None:
+    if world > 1:
+        dist.barrier()

@@ -1,0 +1,132 @@
+"""The chunked distillation loss against its plain twin, values and gradients."""
+
+import pytest
+import torch
+
+from ladder_residual.adapt.losses import (
+    Mixture,
+    chunked_distillation,
+    plain_distillation,
+    relative_distance,
+    token_divergence,
+)
+from ladder_residual.train.loss import Head
+
+VOCAB, HIDDEN = 97, 16
+MIXTURES = [
+    Mixture(),
+    Mixture(data=0.3),
+    Mixture(teacher=0.5, data=1.0, temperature=2.0),
+    Mixture(temperature=1.5, top_k=5),
+    Mixture(data=0.1, top_k=VOCAB + 5),
+]
+
+
+def batch():
+    generator = torch.Generator().manual_seed(3)
+    draw = lambda *shape: torch.randn(*shape, generator=generator)  # noqa: E731
+    hidden, weight = draw(3, 11, HIDDEN).requires_grad_(), draw(VOCAB, HIDDEN).requires_grad_()
+    teacher_hidden, teacher_weight = draw(3, 11, HIDDEN), draw(VOCAB, HIDDEN)
+    labels = torch.randint(0, VOCAB, (3, 11), generator=generator)
+    labels[:, 2:5] = -100
+    return hidden, weight, teacher_hidden, teacher_weight, labels
+
+
+@pytest.mark.parametrize("scaling", [(1.0, None), (3.0, 20.0)], ids=["plain", "scaled and capped"])
+@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
+@pytest.mark.parametrize("chunk", [7, 64])
+def test_chunks_give_the_plain_loss_and_its_gradients(mixture, chunk, scaling):
+    hidden, weight, teacher_hidden, teacher_weight, labels = batch()
+    head = Head(weight, scaling=scaling[0], softcap=scaling[1])
+    teacher_head = Head(teacher_weight, scaling=scaling[0], softcap=scaling[1])
+    plain = plain_distillation(hidden, head, teacher_hidden, teacher_head, labels, mixture)
+    chunked = chunked_distillation(hidden, head, teacher_hidden, teacher_head, labels, mixture, chunk=chunk)
+    torch.testing.assert_close(tuple(chunked), tuple(plain), rtol=1e-5, atol=1e-6)
+    for ours, reference in zip(
+        torch.autograd.grad(chunked.total, [hidden, weight]), torch.autograd.grad(plain.total, [hidden, weight]), strict=True
+    ):
+        torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
+
+
+def test_compiled_rule_equals_the_eager_one():
+    hidden, weight, teacher_hidden, teacher_weight, labels = batch()
+    for mixture in MIXTURES[:2]:
+        results = [
+            chunked_distillation(
+                hidden, Head(weight), teacher_hidden, Head(teacher_weight), labels, mixture, chunk=11, compiled=compiled
+            )
+            for compiled in (False, True)
+        ]
+        torch.testing.assert_close(tuple(results[1]), tuple(results[0]))
+        gradients = [torch.autograd.grad(result.total, [hidden, weight]) for result in results]
+        torch.testing.assert_close(gradients[1], gradients[0])
+
+
+def test_divisors_make_parts_add_up_to_the_whole():
+    hidden, weight, teacher_hidden, teacher_weight, labels = batch()
+    labels[0, :] = -100  # rows with unequal numbers of answers
+    mixture = Mixture(data=0.5)
+    whole = chunked_distillation(hidden, Head(weight), teacher_hidden, Head(teacher_weight), labels, mixture)
+    count = (labels[:, 1:] != -100).sum()
+    parts = sum(
+        chunked_distillation(
+            hidden[row : row + 1],
+            Head(weight),
+            teacher_hidden[row : row + 1],
+            Head(teacher_weight),
+            labels[row : row + 1],
+            mixture,
+            tokens=labels.numel(),
+            divisor=count,
+        ).total
+        for row in range(3)
+    )
+    torch.testing.assert_close(parts, whole.total)
+
+
+def test_padding_counts_for_nothing():
+    hidden, weight, teacher_hidden, teacher_weight, labels = batch()
+    labels[:, 8:] = -100
+    counted = torch.ones_like(labels, dtype=torch.bool)
+    counted[:, 8:] = False
+    mixture = Mixture(data=0.5)
+    heads = Head(weight), Head(teacher_weight)
+    masked = chunked_distillation(hidden, heads[0], teacher_hidden, heads[1], labels, mixture, counted=counted)
+    short = chunked_distillation(hidden[:, :8], heads[0], teacher_hidden[:, :8], heads[1], labels[:, :8], mixture)
+    torch.testing.assert_close(tuple(masked), tuple(short))
+    gradients = [torch.autograd.grad(loss.total, [hidden, weight]) for loss in (masked, short)]
+    torch.testing.assert_close(*gradients)
+
+
+def test_a_perfect_student_has_no_loss_and_no_gradient():
+    hidden, weight, *_, labels = batch()
+    for mixture in (Mixture(), Mixture(temperature=3.0), Mixture(top_k=4)):
+        loss = chunked_distillation(hidden, Head(weight), hidden.detach(), Head(weight.detach()), labels, mixture)
+        gradient = torch.autograd.grad(loss.total, hidden)[0]
+        assert loss.total.abs() < 1e-5
+        assert gradient.abs().max() < 1e-6
+
+
+def test_divergence_is_what_torch_says():
+    generator = torch.Generator().manual_seed(0)
+    student, teacher = torch.randn(2, 5, 33, generator=generator)
+    reference = torch.nn.functional.kl_div(
+        student.log_softmax(-1), teacher.log_softmax(-1), reduction="none", log_target=True
+    ).sum(-1)
+    torch.testing.assert_close(token_divergence(student, teacher), reference)
+    assert (token_divergence(student, teacher, top_k=3) <= reference + 1e-6).all()  # merging words can only hide differences
+
+
+def test_distance_of_states_sees_every_token():
+    teacher = torch.randn(2, 7, 5)
+    teacher[:, 0] *= 1000
+    student = teacher.clone()
+    student[:, 1:] = 0
+    assert relative_distance(student, teacher) == pytest.approx(6 / 7, rel=1e-5)
+    assert relative_distance(teacher, teacher) == 0
+
+
+@pytest.mark.parametrize("bad", [{"teacher": 0}, {"data": -1}, {"temperature": 0}, {"top_k": -1}])
+def test_nonsense_weights_are_refused(bad):
+    with pytest.raises(ValueError, match=r"-1|0"):
+        Mixture(**bad)
