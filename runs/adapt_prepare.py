@@ -38,10 +38,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         for name, file in TEXTS.items():
             store = build_rows(str(arguments.texts / file), encoder, SEQUENCE, Path(scratch))
-            np.save(arguments.target / f"{name}.npy", store.ids.astype(np.uint16))
-            if (store.use != LEARN).any():
-                np.save(arguments.target / f"{name}.use.npy", store.use)
-            print(f"{name:14} {len(store):6,} rows of {SEQUENCE}")
+            ids, use = store.ids.astype(np.uint16), np.asarray(store.use)
+            if (use[:-1] == LEARN).all():
+                ids, use = ids[:-1], use[:-1]  # plain text: only the last row is not full
+            else:
+                np.save(arguments.target / f"{name}.use.npy", use)
+            np.save(arguments.target / f"{name}.npy", ids)
+            print(f"{name:14} {len(ids):6,} rows of {SEQUENCE}")
 
 
 if __name__ == "__main__":
