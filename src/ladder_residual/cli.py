@@ -12,6 +12,7 @@ import typer
 
 from .bench.calibrate import calibrate_command
 from .bench.commands import Device, Dtype, Ranks, bench
+from .bench.hosts import commands as host_commands
 from .bench.serve import serve
 from .corpus.commands import app as data_app
 from .evaluate.command import evaluate
@@ -30,6 +31,10 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 bench.command("calibrate")(calibrate_command)
 bench.command("serve")(serve)
+bench.command("hosts")(host_commands.hosts)
+bench.command("hosts-ranks", hidden=True)(host_commands.hosts_ranks)
+bench.command("hosts-report")(host_commands.hosts_report)
+bench.command("link")(host_commands.link)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
 app.command("eval")(evaluate)
@@ -127,6 +132,8 @@ def generate(
     device: Device = "auto",
     dtype: Dtype = "auto",
     uneven: Uneven = False,
+    wire: host_commands.Wire = "same",
+    exchange: host_commands.Exchange = "fixed",
     timeout: Timeout = 120.0,
 ) -> None:
     """Generate text from a prompt (streamed) or from a file of prompts."""
@@ -151,6 +158,7 @@ def generate(
         with_seed,
     )
     from .hf_config import wiring_of
+    from .link_probe import chosen_reducer
     from .loading import load_model
     from .parallel import distributed
 
@@ -177,7 +185,14 @@ def generate(
         sampling = with_seed(sampling, world)
         longest = max(len(ids) for ids in tokenizer(prompts)["input_ids"])
         model = with_engine(
-            load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven),
+            load_model(
+                source,
+                world,
+                wiring=wiring,
+                dtype=dtype,
+                uneven=uneven,
+                reducer=chosen_reducer(world, exchange=exchange, wire=wire),
+            ),
             world,
             engine,
             batch=min(batch_size, len(prompts)),

@@ -44,19 +44,22 @@ class World:
     def is_main(self) -> bool:
         return self.rank == 0
 
-    def reducer(self, kind: str = "async", *, latency: float = 0.0, exchange_below: int | None = None) -> Reducer:
-        """``async`` (hidden), ``blocking`` (its slow twin) or ``none``; ``latency`` emulates a slower link, in seconds."""
+    def reducer(
+        self, kind: str = "async", *, latency: float = 0.0, exchange_below: int | None = None, wire: str = "same"
+    ) -> Reducer:
+        """``async`` (hidden), ``blocking`` (its slow twin) or ``none``; ``latency`` emulates a slower link, in seconds; ``wire`` is
+        how partials travel: ``same`` (as they are) or ``bf16`` (``reduce.WIRES`` states the error)."""
         if kind not in ("async", "blocking", "none"):
             raise ValueError(f"unknown reducer {kind!r}; choose async, blocking or none")
         if self.size == 1 or kind == "none":
             return Reducer()
         if kind == "blocking":
-            if latency:
-                raise ValueError("an emulated latency needs the async reducer")
+            if latency or wire != "same":
+                raise ValueError("an emulated latency and another wire need the async reducer")
             return GroupReducer(self.group)
         if latency:
-            return LatencyReducer(self.group, self.sockets, exchange_below, seconds=latency)
-        return AsyncReducer(self.group, self.sockets, exchange_below)
+            return LatencyReducer(self.group, self.sockets, exchange_below, wire, seconds=latency)
+        return AsyncReducer(self.group, self.sockets, exchange_below, wire)
 
     def settle(self) -> None:
         """Before this rank waits for the group itself: its small messages come first, or a peer might wait for them forever."""
@@ -147,7 +150,7 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
             sockets = _connect(store, timeout)
         world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD, sockets, store)
         yield world
-        _leave_together(world)
+        _leave_together(world, timeout)
     except PeerLost:
         raise
     except RuntimeError as error:
@@ -174,12 +177,12 @@ def _connect(store: dist.Store, timeout: float) -> PeerSockets:
     return PeerSockets(store, dist.get_rank(), dist.get_world_size(), host, timeout)
 
 
-def _leave_together(world: World) -> None:
+def _leave_together(world: World, timeout: float) -> None:
     """A rank that closes its sockets while another still reads makes that one fail: part only when all are done."""
     world.settle()
     store = world.store
     store.add("left", 1)
-    deadline = time.monotonic() + DEFAULT_TIMEOUT_SECONDS
+    deadline = time.monotonic() + timeout
     try:
         while store.add("left", 0) < world.size and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -25,6 +25,9 @@ from .sockets import PeerSockets
 # same number of bytes either way; more ranks send size/2 times as many, so there it is kept for messages where latency rules.
 EXCHANGE_BELOW_TWO_RANKS = 1 << 20
 EXCHANGE_BELOW = 1 << 16
+# How partials travel: as they are, or wider ones rounded to bfloat16. Then each partial is off by at most 2^-9 of itself. Exchanged
+# partials are added in their own dtype, so that is the whole error; an all-reduce also adds in bfloat16, 2^-9 of the sum per rank.
+WIRES = {"same": None, "bf16": torch.bfloat16}
 
 
 class Sum:
@@ -55,18 +58,28 @@ class _InFlight(Sum):
 class _Exchange(Sum):
     """Every rank's partial, on its way to every other. Added in rank order everywhere, so the ranks agree to the last bit."""
 
-    def __init__(self, sockets: PeerSockets, number: int, partials: list[Tensor]) -> None:
-        self.sockets, self.number, self.partials = sockets, number, partials
+    def __init__(self, sockets: PeerSockets, number: int, partials: list[Tensor], dtype: torch.dtype) -> None:
+        self.sockets, self.number, self.partials, self.dtype = sockets, number, partials, dtype
         self.total: Tensor | None = None
 
     def finish(self) -> Tensor:
         if self.total is None:
             self.sockets.receive(self.number)
-            self.total = self.partials[0] + self.partials[1]
+            self.total = self.partials[0].to(self.dtype) + self.partials[1]
             for partial in self.partials[2:]:
                 self.total += partial
             self.partials = []
         return self.total
+
+
+class _Rounded(Sum):
+    """A sum in the dtype of the wire, given back in the partial's own."""
+
+    def __init__(self, inner: Sum, dtype: torch.dtype) -> None:
+        self.inner, self.dtype = inner, dtype
+
+    def finish(self) -> Tensor:
+        return self.inner.finish().to(self.dtype)
 
 
 class _Late(Sum):
@@ -231,13 +244,21 @@ class AsyncReducer(GroupReducer):
     """Sums over a process group while the caller goes on computing.
 
     With ``sockets`` (CPU hosts), messages of at most ``exchange_below`` bytes are exchanged whole and summed locally: one trip over
-    the network instead of two, and no helper thread.
+    the network instead of two, and no helper thread. ``wire`` is one of ``WIRES``; the ranks' own partials are rounded like the
+    others', so that all ranks hold the same sum.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup | None = None, sockets: PeerSockets | None = None, exchange_below: int | None = None
+        self,
+        group: dist.ProcessGroup | None = None,
+        sockets: PeerSockets | None = None,
+        exchange_below: int | None = None,
+        wire: str = "same",
     ) -> None:
         super().__init__(group)
+        if wire not in WIRES:
+            raise ValueError(f"unknown wire {wire!r}; choose {' or '.join(WIRES)}")
+        self.wire = WIRES[wire]
         if exchange_below is None:
             exchange_below = EXCHANGE_BELOW_TWO_RANKS if self.size == 2 else EXCHANGE_BELOW
         if exchange_below < 0:
@@ -245,9 +266,12 @@ class AsyncReducer(GroupReducer):
         self.sockets, self.exchange_below = sockets, exchange_below
 
     def launch(self, partial: Tensor) -> Sum:
-        if self.sockets is None or not self._is_small(partial):
-            return self.all_reduce(partial)
-        return _Exchange(self.sockets, *self.sockets.exchange(partial))
+        dtype = partial.dtype
+        rounded = self.wire is not None and dtype.itemsize > self.wire.itemsize
+        message = partial.to(self.wire) if rounded else partial
+        if self.sockets is not None and self._is_small(message):
+            return _Exchange(self.sockets, *self.sockets.exchange(message), dtype)
+        return _Rounded(self.all_reduce(message), dtype) if rounded else self.all_reduce(message)
 
     def gather_parts(self, local: Tensor) -> list[Tensor]:
         if self.sockets is None or not self._is_small(local):
@@ -272,10 +296,11 @@ class LatencyReducer(AsyncReducer):
         group: dist.ProcessGroup | None = None,
         sockets: PeerSockets | None = None,
         exchange_below: int | None = None,
+        wire: str = "same",
         *,
         seconds: float,
     ) -> None:
-        super().__init__(group, sockets, exchange_below)
+        super().__init__(group, sockets, exchange_below, wire)
         if not 0 <= seconds <= 60:
             raise ValueError(f"an emulated latency is between 0 and 60 seconds, got {seconds}")
         self.seconds = seconds

@@ -66,34 +66,6 @@ def bench_overlap(
             print(json.dumps(result))
 
 
-@bench.command("hosts")
-def bench_hosts(
-    delay: Annotated[str, typer.Option(help="One way, e.g. 1ms.")] = "1ms",
-    rate: Annotated[str | None, typer.Option(help="As tc writes it, e.g. 1gbit.")] = None,
-    model: Shape = "ladder-1b",
-    layers: Layers = None,
-    wirings: Wirings = "standard,ladder:last-half,ladder,desync-2x",
-    batch: Annotated[int, typer.Option()] = 1,
-    prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
-    phases: Annotated[str, typer.Option(help="decode, prefill or both with a comma.")] = "decode",
-    repeats: Repeats = 20,
-) -> None:
-    """Two hosts on this machine (network namespaces, needs root) with a slow link between them; all wirings in one run."""
-    seconds = read_seconds(delay)
-    if seconds is None:
-        raise ValueError("--delay takes a time such as 1ms")
-    from .hosts import bench_hosts as run
-
-    options: dict[str, Any] = {"batch": batch, "prompt": prompt, "repeats": repeats, "layers": layers}
-    names, parts = split_wirings(wirings), [part.strip() for part in phases.split(",")]
-    result = run(delay=seconds, rate=rate, model=model, wirings=names, phases=parts, **options)
-    print(
-        f"{result['link']}: round trip {result['rtt_ms']:.2f} ms (the wire itself adds {result['forwarder_ms']:.2f} ms each way), "
-        f"{result['bandwidth_mbit_s']:.0f} Mbit/s"
-    )
-    _print_result(result)
-
-
 @bench.command("decode")
 def bench_decode(
     model: Shape = "llama-3-70b",
@@ -198,8 +170,6 @@ def _decode_on_cpu(
     from ..parallel import distributed
     from .overlap import run
 
-    if "parallel" in wirings:
-        raise ValueError("parallel needs weights of its own; on CPU the wirings share one model: leave it out")
     seconds = [0.0 if link in ("none", "0") else read_seconds(link) for link in _split_links(links)]
     with distributed("cpu") as world:
         parts = [

@@ -1,11 +1,11 @@
-"""Two network namespaces of one host, joined by a link of chosen latency: what two machines see of each other.
+"""Network namespaces of one machine, joined by a link of chosen delay and rate: what several machines see of each other.
 
-    with DelayedLink(seconds=0.001) as link:
+    with DelayedLink(seconds=0.001, rate=1e9) as link:
         subprocess.Popen([*link.enter(0), "program"])   # at link.addresses[0]
         subprocess.Popen([*link.enter(1), "program"])   # at link.addresses[1]
 
-Real sockets, real packets, and a process between that holds each packet back. (The kernel's own tool for it, netem, is missing in
-many small kernels.) Needs root and `ip`; one process per link, about 20 us of CPU time per packet.
+Real sockets and real packets. Two hosts are joined by a veth pair where the kernel can delay packets itself (netem) or no delay is
+asked for; otherwise, since many small kernels lack netem, by a process that carries each packet and holds it back. Needs root and `ip`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import multiprocessing
 import os
 import select
 import shutil
+import signal
 import struct
 import subprocess
 import time
@@ -27,7 +28,10 @@ from typing import Any
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _CLONE_NEWNET = 0x40000000
+_PR_SET_TIMERSLACK = 29
 _MTU = 60_000  # few large packets: each costs the forwarder the same
+_QUEUE_SECONDS = 0.4  # what would wait longer for the wire is dropped, as a full queue does
+MAX_HOSTS = 8
 
 
 def why_not() -> str | None:
@@ -42,32 +46,60 @@ def why_not() -> str | None:
 
 
 class DelayedLink:
-    """``seconds`` is the latency of one direction."""
+    """``seconds`` is the latency of one direction, ``rate`` the bits per second each host can send (None: as fast as it goes)."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, rate: float | None = None, hosts: int = 2) -> None:
         if not 0 <= seconds <= 1:
             raise ValueError(f"the latency of a link is between 0 and 1 second, got {seconds}")
+        if rate is not None and not 1e4 <= rate <= 1e12:
+            raise ValueError(f"the rate of a link is between 10 kbit/s and 1 Tbit/s, got {rate:g} bit/s")
+        if not 2 <= hosts <= MAX_HOSTS:
+            raise ValueError(f"a link joins 2 to {MAX_HOSTS} hosts, got {hosts}")
         reason = why_not()
         if reason:
             raise ValueError(f"cannot make a delayed link: {reason}")
-        self.seconds = seconds
-        self.namespaces = [f"ladder-{os.getpid()}-{side}" for side in "ab"]
+        self.seconds, self.rate, self.hosts = seconds, rate, hosts
+        self.namespaces = [f"ladder-{os.getpid()}-{letter}" for letter in "abcdefgh"[:hosts]]
         subnet = os.getpid() % 250 + 1
-        self.addresses = [f"10.211.{subnet}.{side + 1}" for side in range(2)]
+        self.addresses = [f"10.211.{subnet}.{host + 1}" for host in range(hosts)]
+        self.wire = ""  # what carries the packets: "netem", "veth" (no delay), or "forwarder"
         self._forwarder: Any = None
 
-    def enter(self, side: int) -> list[str]:
-        """The command prefix that runs a program on one side."""
-        return ["ip", "netns", "exec", self.namespaces[side]]
+    def enter(self, host: int) -> list[str]:
+        """The command prefix that runs a program on one host."""
+        return ["ip", "netns", "exec", self.namespaces[host]]
+
+    def cut(self) -> None:
+        """Nothing arrives any more, and nobody is told: as when a cable is pulled behind a switch."""
+        if self._forwarder is not None:
+            os.kill(self._forwarder.pid, signal.SIGUSR1)
+        else:
+            _ip("-n", self.namespaces[1], "link", "set", "link0", "down")
+
+    def mend(self) -> None:
+        if self._forwarder is not None:
+            os.kill(self._forwarder.pid, signal.SIGUSR2)
+        else:
+            _ip("-n", self.namespaces[1], "link", "set", "link0", "up")
+
+    def forwarder_seconds(self) -> float:
+        """Processor time the wire has taken from the ranks so far; 0 where the kernel is the wire."""
+        if self._forwarder is None:
+            return 0.0
+        with open(f"/proc/{self._forwarder.pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def __enter__(self) -> DelayedLink:
         try:
-            ends = [self._make_side(side) for side in range(2)]
-            context = multiprocessing.get_context("fork")  # the children of a spawn would not inherit the open devices
-            self._forwarder = context.Process(target=_forward, args=(ends[0], ends[1], self.seconds), daemon=True)
-            self._forwarder.start()
-            for end in ends:
-                os.close(end)
+            for name in self.namespaces:
+                _ip("netns", "add", name)
+                _ip("-n", name, "link", "set", "lo", "up")
+            netem = self.hosts == 2 and self._kernel_has_netem()
+            if self.hosts == 2 and (netem or self.seconds == 0):
+                self._join_by_veth(netem)
+            else:
+                self._join_by_forwarder()
         except BaseException:
             self.close()
             raise
@@ -84,15 +116,45 @@ class DelayedLink:
         for name in self.namespaces:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
 
-    def _make_side(self, side: int) -> int:
-        name = self.namespaces[side]
-        _ip("netns", "add", name)
-        device = _open_tun_in(name)
-        here, there = self.addresses[side], self.addresses[1 - side]
-        _ip("-n", name, "link", "set", "lo", "up")
-        _ip("-n", name, "addr", "add", here, "peer", there, "dev", "link0")
-        _ip("-n", name, "link", "set", "link0", "mtu", str(_MTU), "up")
-        return device
+    def _kernel_has_netem(self) -> bool:
+        if shutil.which("tc") is None:
+            return False
+        command = [*self.enter(0), "tc", "qdisc", "add", "dev", "lo", "root", "netem", "delay", "1us"]
+        found = subprocess.run(command, capture_output=True, check=False).returncode == 0
+        if found:
+            subprocess.run([*self.enter(0), "tc", "qdisc", "del", "dev", "lo", "root"], capture_output=True, check=False)
+        return found
+
+    def _join_by_veth(self, netem: bool) -> None:
+        left, right = self.namespaces
+        _ip("-n", left, "link", "add", "link0", "type", "veth", "peer", "name", "link0", "netns", right)
+        for host, name in enumerate(self.namespaces):
+            _ip("-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", "link0")
+            _ip("-n", name, "link", "set", "link0", "up")
+            shape = ["delay", f"{1e6 * self.seconds:.0f}us", "limit", "100000"] if netem else []
+            if self.rate is not None:
+                # netem holds each packet for as long as it takes to send; a token bucket lets a burst of a few pass at once.
+                rate = ["rate", f"{self.rate:.0f}bit"]
+                shape = [*shape, *rate] if netem else [*rate, "burst", "64kb", "latency", f"{1e3 * _QUEUE_SECONDS:.0f}ms"]
+            if shape:
+                command = ["tc", "qdisc", "replace", "dev", "link0", "root", "netem" if netem else "tbf", *shape]
+                done = subprocess.run([*self.enter(host), *command], capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise ValueError(f"`{' '.join(command)}` failed: {done.stderr.strip()}")
+        self.wire = "netem" if netem else "veth"
+
+    def _join_by_forwarder(self) -> None:
+        devices = {}
+        for host, name in enumerate(self.namespaces):
+            devices[bytes(int(part) for part in self.addresses[host].split("."))] = _open_tun_in(name)
+            _ip("-n", name, "addr", "add", f"{self.addresses[host]}/24", "dev", "link0")
+            _ip("-n", name, "link", "set", "link0", "mtu", str(_MTU), "up")
+        context = multiprocessing.get_context("fork")  # the children of a spawn would not inherit the open devices
+        self._forwarder = context.Process(target=_forward, args=(devices, self.seconds, self.rate), daemon=True)
+        self._forwarder.start()
+        for device in devices.values():
+            os.close(device)
+        self.wire = "forwarder"
 
 
 def _ip(*arguments: str) -> None:
@@ -115,22 +177,46 @@ def _open_tun_in(namespace: str) -> int:
     return device
 
 
-def _forward(left: int, right: int, seconds: float) -> None:
+def _forward(devices: dict[bytes, int], seconds: float, rate: float | None) -> None:
+    """Each packet leaves its host when the wire is free, takes its length over the rate, and arrives ``seconds`` later."""
     with contextlib.suppress(OSError):
         os.nice(-20)  # a wire has no queue for the processor
-    other = {left: right, right: left}
-    held: deque[tuple[float, int, bytes]] = deque()
+    ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1000)  # nanoseconds: it shall not oversleep either
+    up = True
+
+    def cut(*_: object) -> None:
+        nonlocal up
+        up = False
+
+    def mend(*_: object) -> None:
+        nonlocal up
+        up = True
+
+    signal.signal(signal.SIGUSR1, cut)
+    signal.signal(signal.SIGUSR2, mend)
+    per_byte = 8 / rate if rate else 0.0
+    sources = list(devices.values())
+    free = dict.fromkeys(sources, 0.0)  # when the wire out of each host is free again
+    held: dict[int, deque[tuple[float, int, bytes]]] = {device: deque() for device in sources}
     while True:
-        wait = max(0.0, held[0][0] - time.monotonic()) if held else None
-        for device in select.select([left, right], [], [], wait)[0]:
+        due = [queue[0][0] for queue in held.values() if queue]
+        wait = max(0.0, min(due) - time.monotonic()) if due else None
+        for device in select.select(sources, [], [], wait)[0]:
             try:
                 while True:
                     packet = os.read(device, _MTU + 100)
-                    held.append((time.monotonic() + seconds, other[device], packet))
+                    target = devices.get(packet[16:20]) if packet[0] >> 4 == 4 else None
+                    now = time.monotonic()
+                    if target is None or not up or free[device] > now + _QUEUE_SECONDS:
+                        continue
+                    free[device] = max(now, free[device]) + len(packet) * per_byte
+                    held[device].append((free[device] + seconds, target, packet))
             except BlockingIOError:
                 pass
         now = time.monotonic()
-        while held and held[0][0] <= now:
-            _, device, packet = held.popleft()
-            with contextlib.suppress(OSError):  # as a wire: what the other side cannot take is lost, and sent again by TCP
-                os.write(device, packet)
+        for queue in held.values():
+            while queue and queue[0][0] <= now:
+                _, target, packet = queue.popleft()
+                if up:
+                    with contextlib.suppress(OSError):  # as a wire: what a host cannot take is lost, and sent again by TCP
+                        os.write(target, packet)

@@ -13,6 +13,7 @@ import platform
 import statistics
 import subprocess
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from ..config import Wiring
-from ..loading import load_model, place_parameters, restore_buffers, set_reducers
-from ..model import ladder_classes, place_layers
+from ..families import family_of
+from ..loading import DTYPES, load_model, place_parameters, restore_buffers, set_reducers
+from ..model import decoder_layers, ladder_classes, place_layers
 from ..parallel import World
 from ..presets import ModelShape
 from ..reduce import Reducer
@@ -31,7 +33,9 @@ from ..sharding import Cut, check_divides
 COMPUTE = "no-comm"  # the wiring whose time is the compute bound
 
 
-def random_model(shape: ModelShape, world: World, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+def random_model(
+    shape: ModelShape, world: World, dtype: torch.dtype = torch.float32, *, uneven: bool = False
+) -> PreTrainedModel:
     """This rank's share of a Llama of ``shape`` with random weights: for measurements of speed only."""
     config_class, _ = ladder_classes("llama")
     config = config_class(
@@ -47,7 +51,7 @@ def random_model(shape: ModelShape, world: World, dtype: torch.dtype = torch.flo
     )
     from ..families import FAMILIES
 
-    check_divides(shape, FAMILIES["llama"], world.size)
+    check_divides(shape, FAMILIES["llama"], world.size, uneven)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     restore_buffers(model, world.device)
@@ -76,13 +80,23 @@ class _Decoder:
         generator = torch.Generator().manual_seed(0)
         self.token = torch.randint(0, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
         self.prompt = prompt
+        name = family_of(model.config.to_dict()).mlp_norm
+        layers = decoder_layers(model) if name else []
+        if any(not hasattr(layer, name) for layer in layers):
+            raise ValueError("the checkpoint's wiring is parallel: its layers lack a norm that the other wirings need")
+        self.norms = [(layer, name, getattr(layer, name)) for layer in layers]
 
     def step(self) -> None:
         self.rewire()
+        self.forward()
+
+    def forward(self) -> None:
         logits = self.model(self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
         self.token = logits[:, -1:].argmax(-1)
 
     def rewire(self) -> None:
+        for layer, name, norm in self.norms:  # a parallel wiring before this one has taken them away
+            setattr(layer, name, norm)
         self.model.config.wiring = self.wiring.spec
         place_layers(self.model)
         set_reducers(self.model, self.reducer)
@@ -97,8 +111,7 @@ class _Decoder:
 class _Prefill(_Decoder):
     """Every step reads the whole prompt anew."""
 
-    def step(self) -> None:
-        self.rewire()
+    def forward(self) -> None:
         self.model(self.token, use_cache=False, logits_to_keep=1)
 
 
@@ -169,9 +182,10 @@ def measure_overlap(
     prompt: int = 16,
     repeats: int = 30,
     phase: str = "decode",
+    reducer: Reducer | None = None,
 ) -> dict[str, Any]:
     """Steps of every wiring, interleaved. ``latency`` is the emulated time of a sum in seconds; None picks the time of one
-    module (the shorter one of a layer)."""
+    module (the shorter one of a layer). ``reducer`` replaces the default one where no latency is emulated."""
     if world.size < 2:
         raise ValueError("overlap needs at least two ranks: run with --tp 2")
     if phase not in ("decode", "prefill"):
@@ -181,7 +195,7 @@ def measure_overlap(
     config = model.config
     modules = 2 * config.num_hidden_layers
     names = list(dict.fromkeys(["standard", *wirings, COMPUTE]))
-    plain = world.reducer()
+    plain = reducer or world.reducer()
 
     def decoders(reducer: Reducer, specs: list[str]) -> dict[str, _Decoder]:
         kind = _Decoder if phase == "decode" else _Prefill
@@ -196,9 +210,10 @@ def measure_overlap(
         for _ in range(count):
             for spec, decoder in made.items():
                 decoder.rewind()
+                decoder.rewire()
                 world.barrier()
                 start = time.perf_counter()
-                decoder.step()
+                decoder.forward()
                 _sync(world.device)
                 times[spec].append(time.perf_counter() - start)
         return {spec: _agree(seconds, world) for spec, seconds in times.items()}
@@ -303,6 +318,18 @@ def environment() -> dict[str, Any]:
     }
 
 
+def model_of(
+    source: str, world: World, *, layers: int | None = None, dtype: str = "float32", uneven: bool = False
+) -> PreTrainedModel:
+    """This rank's share of a checkpoint directory, or of a published shape with random weights and perhaps fewer layers."""
+    if Path(source).is_dir():
+        return load_model(source, world, dtype=dtype, uneven=uneven)
+    if dtype not in DTYPES:
+        raise ValueError(f"random weights have no dtype of their own: got {dtype!r}, choose {', '.join(DTYPES)}")
+    shape = ModelShape.from_name(source)
+    return random_model(replace(shape, num_layers=layers) if layers else shape, world, DTYPES[dtype], uneven=uneven)
+
+
 def run(
     world: World,
     *,
@@ -317,15 +344,7 @@ def run(
     phase: str = "decode",
 ) -> dict[str, Any]:
     """The command: ``source`` is a checkpoint directory or the name of a published shape (random weights)."""
-    from dataclasses import replace
-
-    from ..loading import DTYPES
-
-    if Path(source).is_dir():
-        model = load_model(source, world, dtype=dtype)
-    else:
-        shape = ModelShape.from_name(source)
-        model = random_model(replace(shape, num_layers=layers) if layers else shape, world, DTYPES[dtype])
+    model = model_of(source, world, layers=layers, dtype=dtype)
     result = measure_overlap(
         world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats, phase=phase
     )
