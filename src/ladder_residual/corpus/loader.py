@@ -30,8 +30,8 @@ class Rows:
     sequence: int
     seed: int = 0
     shuffle: bool = True
-    # Adds ``position_ids`` that start again at 0 in every document. Hugging Face models given those and no attention mask keep
-    # attention inside documents.
+    # Adds ``position_ids`` that start again at 0 in every document. Hugging Face models given those, no attention mask and
+    # ``use_cache=False`` keep attention inside documents.
     document_positions: bool = False
 
     def __post_init__(self) -> None:
