@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .pieces import local_of, pieces_of
 from .reduce import AsyncReducer, GroupReducer, LatencyReducer, Reducer
 from .sharding import Cut
 from .sockets import PeerLost, PeerSockets, reachable_address
@@ -204,7 +205,10 @@ def finish_gradients(model: nn.Module, world: World) -> None:
             continue
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        by_dtype.setdefault(parameter.dtype, []).extend(_held_alike(parameter.grad, cuts[name], world.size))
+        gradient = local_of(parameter.grad)  # with FSDP: this rank's rows of it, which are the same rows on all these ranks
+        pieces = pieces_of(parameter, cuts[name], world.size)
+        alike = [(piece.of(gradient), piece.copies) for piece in pieces if piece.copies > 1]
+        by_dtype.setdefault(parameter.dtype, []).extend(alike)
     for dtype, shared in by_dtype.items():
         # What only some ranks hold alike (replicated KV heads) gets a slot per group of those ranks.
         sizes = [part.numel() * (world.size // copies) for part, copies in shared]
@@ -219,15 +223,3 @@ def finish_gradients(model: nn.Module, world: World) -> None:
         dist.all_reduce(flat, group=world.group)
         for slot, (part, _) in zip(slots, shared, strict=True):
             part.copy_(slot)
-
-
-def _held_alike(gradient: Tensor, cut: Cut | None, size: int) -> Iterator[tuple[Tensor, int]]:
-    """The parts of a gradient that other ranks hold too, and how many ranks do."""
-    if cut is None:
-        yield gradient, size
-        return
-    offset = 0
-    for (start, stop), copies in zip(cut.ranges, cut.copies, strict=True):
-        if copies > 1:
-            yield gradient.narrow(cut.dim, offset, stop - start), copies
-        offset += stop - start

@@ -1,0 +1,96 @@
+"""Several tensor-parallel ranks computed by one process, for wirings whose function depends on the number of ranks.
+
+With desync and delayed wirings each rank keeps a stream of its own, so training them on one GPU means computing what N ranks would:
+here the N streams are stacked in the batch dim, [ranks * batch, tokens, hidden]. Every projection becomes N smaller ones (a batched
+product, the same FLOPs), each on its rank's slice of the *whole* weights; the sum over ranks is a sum over that dim. ``wiring.py`` is
+used as it is, and checkpoints hold the ordinary weights. On one rank without this, delayed and desync are just standard.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..families import family_of
+from ..hf_config import wiring_of
+from ..loading import _LocalHeads
+from ..model import set_reducer
+from ..presets import ModelShape
+from ..reduce import Pending, Reducer, _Ticket
+from ..sharding import check_divides, cut_of, rank_heads
+
+
+class StackedReducer(Reducer):
+    """The sum over ranks whose partials lie one after the other in the batch dim; every rank gets it."""
+
+    def __init__(self, ranks: int) -> None:
+        self.size = ranks
+
+    def start(self, partial: Tensor) -> Pending:
+        each = partial.unflatten(0, (self.size, -1))
+        return Pending(each.sum(0, keepdim=True).expand_as(each).flatten(0, 1), _Ticket(self))
+
+
+class _StackedRows(nn.Linear):
+    """Cut by output rows: each rank's input times its own rows."""
+
+    ranks: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input.unflatten(0, (self.ranks, -1)).flatten(1, -2)  # [ranks, batch * tokens, in]
+        weight = self.weight.unflatten(0, (self.ranks, -1))  # [ranks, out / ranks, in]
+        out = torch.bmm(x, weight.transpose(1, 2))
+        if self.bias is not None:
+            out = out + self.bias.unflatten(0, (self.ranks, 1, -1))
+        return out.reshape(*input.shape[:-1], -1)
+
+
+class _StackedColumns(nn.Linear):
+    """Cut by input columns: each rank's input times its own columns, a partial. The bias belongs to the sum: rank 0 adds it."""
+
+    ranks: int
+
+    def forward(self, input: Tensor) -> Tensor:
+        x = input.unflatten(0, (self.ranks, -1)).flatten(1, -2)  # [ranks, batch * tokens, in / ranks]
+        weight = self.weight.unflatten(1, (self.ranks, -1))  # [out, ranks, in / ranks]
+        out = torch.bmm(x, weight.permute(1, 2, 0))
+        if self.bias is not None:
+            first = torch.arange(self.ranks, device=out.device)[:, None, None] == 0
+            out = out + self.bias * first
+        return out.reshape(*input.shape[:-1], -1)
+
+
+def emulate_ranks(model: PreTrainedModel, ranks: int) -> PreTrainedModel:
+    """Let a whole, rewired model compute what ``ranks`` tensor-parallel ranks would, in place. For training and loss, not for caches."""
+    config = model.config.to_dict()
+    family, shape = family_of(config), ModelShape.from_hf(config)
+    check_divides(shape, family, ranks)
+    if shape.num_kv_heads % ranks:
+        raise ValueError(f"{ranks} emulated ranks do not divide the {shape.num_kv_heads} KV heads; use a divisor of them")
+    wiring_of(model.config).check_tp(ranks)
+    base: Any = model.base_model
+    local = _LocalHeads(model.config, rank_heads(shape, ranks, 0))
+    for name, module in base.layers.named_modules():
+        if isinstance(module, nn.Linear):
+            _stack(name, module, shape, ranks)
+        elif name.endswith("." + family.attention):
+            module.config = local
+    set_reducer(model, StackedReducer(ranks))
+    base.get_input_embeddings().register_forward_hook(lambda module, args, out: torch.cat([out] * ranks))
+    norm = getattr(base, "norm", None) or base.final_layer_norm
+    # After the last layer all ranks hold the same stream; the head needs one of them.
+    norm.register_forward_pre_hook(lambda module, args: (args[0][: len(args[0]) // ranks],))
+    model.emulated_ranks = ranks
+    return model
+
+
+def _stack(name: str, module: Any, shape: ModelShape, ranks: int) -> None:
+    cuts = [cut_of(f"layers.{name}.weight", tuple(module.weight.shape), shape, ranks, rank) for rank in range(ranks)]
+    if any(cut is None or len(cut.ranges) > 1 for cut in cuts):
+        raise ValueError(f"the projection {name} is not cut in one piece per rank: emulated ranks do not know this family")
+    assert cuts[0] is not None
+    module.__class__ = _StackedRows if cuts[0].dim == 0 else _StackedColumns
+    module.ranks = ranks
