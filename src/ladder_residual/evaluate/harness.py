@@ -127,6 +127,8 @@ def load_tasks(wanted: Sequence[Wanted], folders: Sequence[Path] = (), *, allow_
         manager = None if folders else _manager([one.task for one in wanted])
         for one in wanted:
             try:
+                if one.task.runs_code and not allow_code:
+                    raise _code_not_allowed(one.task.name)
                 if folders:
                     local = local_task(one.task, folders, one.shots or 0)
                     loaded = _load_local(one.task, local, Path(workdir) / one.task.name)
@@ -134,7 +136,7 @@ def load_tasks(wanted: Sequence[Wanted], folders: Sequence[Path] = (), *, allow_
                 else:
                     assert manager is not None
                     loaded = _load(manager, one.task)
-                _check_runnable(one.task, loaded, allow_code)
+                _check_judge(one.task, loaded, allow_code)
             except (MissingScorer, MissingFile) as error:
                 if not one.optional:
                     raise
@@ -168,7 +170,7 @@ def _load(manager: TaskManager, task: Task) -> dict[str, Any]:
         return dict(manager.load([task.name]))
     except Exception as error:  # scorers, datasets and the hub client raise dozens of unrelated kinds
         reason = f"{type(error).__name__}: {str(error).strip()[:300]}"
-        if task.needs and (isinstance(error, ImportError) or "code_eval" in str(error)):
+        if task.needs and (isinstance(error, ImportError) or task.runs_code):
             raise MissingScorer(f"{task.name} cannot be judged here; it needs {task.needs} ({reason})") from error
         raise ValueError(
             f"cannot load {task.name}: {reason}; without a connection to the hub, --local FOLDER reads tasks from files"
@@ -218,7 +220,8 @@ def _write_task(workdir: Path, name: str, built_in: Path, rows: list[Any], examp
     (workdir / f"{name}.yaml").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def _check_runnable(task: Task, loaded: dict[str, Any], allow_code: bool) -> None:
+def _check_judge(task: Task, loaded: dict[str, Any], allow_code: bool) -> None:
+    """What the harness would find out only after hours of generating."""
     if task.name == "ifeval":
         import nltk
 
@@ -228,9 +231,11 @@ def _check_runnable(task: Task, loaded: dict[str, Any], allow_code: bool) -> Non
             raise MissingScorer(f"ifeval cannot be judged here; it needs {task.needs}: nltk has no punkt_tab") from error
     for name, found in loaded["tasks"].items():
         if getattr(found, "UNSAFE_CODE", False) and not allow_code:
-            raise MissingScorer(
-                f"{name} runs the code that the model writes; allow that with --allow-code, on a machine meant for it"
-            )
+            raise _code_not_allowed(name)
+
+
+def _code_not_allowed(name: str) -> MissingScorer:
+    return MissingScorer(f"{name} runs the code that the model writes; allow that with --allow-code, on a machine meant for it")
 
 
 def _set_shots(loaded: dict[str, Any], wanted: Wanted, notes: dict[str, list[str]]) -> None:

@@ -12,6 +12,7 @@ import lzma
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,9 @@ class LocalTask:
 def local_task(task: Task, folders: Sequence[Path], shots: int) -> LocalTask:
     """The task's rows from the first folder that has them."""
     if task.name not in CONVERTERS:
-        raise ValueError(f"{task.name} cannot be read from files, only from the hub; with --local: {', '.join(CONVERTERS)}")
+        near = get_close_matches(task.name, CONVERTERS, 1, 0.5)
+        advice = f"did you mean {near[0]}?" if near else f"those that can be: {', '.join(CONVERTERS)}"
+        raise ValueError(f"the task {task.name!r} cannot be read from files (--local); {advice}")
     files = _files(task, folders)
     split = task.split if task.split in files else next((s for s in ("test", "validation", "dev") if s in files), None)
     if split is None:

@@ -203,6 +203,7 @@ def main() -> None:
     import argparse
     import sys
 
+    from ..launch import report_error, told
     from ..parallel import distributed
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], prog="python -m ladder_residual.evaluate.score")
@@ -220,9 +221,12 @@ def main() -> None:
         requests = Requests.load(options.requests)
         with distributed(options.device) as world:
             _run(options, requests, world)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    except Exception as error:
+        known = told(error)
+        if known is None:
+            raise
+        report_error(*known)
+        sys.exit(known[1])
 
 
 def _run(options: Any, requests: Requests, world: Any) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from typing import Any
 
 HARNESS_REQUIRED = "evaluation needs lm-evaluation-harness: pip install 'ladder-residual[eval]'"
 
@@ -25,10 +26,12 @@ class Task:
     shots: int = 0  # of the paper's adaptation table
     generates: bool = False  # greedy text instead of log-probabilities
     needs: str = ""  # what to install beside the harness
+    runs_code: bool = False  # that the model wrote
 
 
 _CODE = "the metric code_eval (pip install evaluate; fetched from the hub on first use) and HF_ALLOW_CODE_EVAL=1"
 _INSTRUCTIONS = "pip install 'lm-eval[ifeval]' and nltk's data (python -m nltk.downloader punkt_tab)"
+_HUMANEVAL: dict[str, Any] = {"generates": True, "needs": _CODE, "runs_code": True}
 
 TASKS = {
     task.name: task
@@ -45,27 +48,9 @@ TASKS = {
         Task("mmlu", "mmlu/default", "_mmlu.yaml", "acc", "test", 14042, fewshot="dev", shots=5),
         Task("gsm8k", "gsm8k", "gsm8k.yaml", "exact_match (strict-match)", "test", 1319, shots=8, generates=True),
         Task("gsm8k_cot", "gsm8k", "gsm8k-cot.yaml", "exact_match (strict-match)", "test", 1319, "", 8, generates=True),
-        Task(
-            "ifeval",
-            "ifeval",
-            "ifeval.yaml",
-            "prompt_level_strict_acc",
-            "train",
-            541,
-            generates=True,
-            needs=_INSTRUCTIONS,
-        ),
-        Task("humaneval", "humaneval", "humaneval.yaml", "pass@1 (create_test)", "test", 164, generates=True, needs=_CODE),
-        Task(
-            "humaneval_plus",
-            "humaneval",
-            "humaneval_plus.yaml",
-            "pass@1 (create_test)",
-            "test",
-            164,
-            generates=True,
-            needs=_CODE,
-        ),
+        Task("ifeval", "ifeval", "ifeval.yaml", "prompt_level_strict_acc", "train", 541, generates=True, needs=_INSTRUCTIONS),
+        Task("humaneval", "humaneval", "humaneval.yaml", "pass@1 (create_test)", "test", 164, **_HUMANEVAL),
+        Task("humaneval_plus", "humaneval", "humaneval_plus.yaml", "pass@1 (create_test)", "test", 164, **_HUMANEVAL),
     )
 }
 
