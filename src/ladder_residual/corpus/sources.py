@@ -133,7 +133,8 @@ def _text(name: str, lines: IO[str], separator: str | None) -> Iterator[Record]:
         if not ends:
             kept.append(line)
             length += len(line)
-    yield Record(f"{name}, document {number}", {"text": "".join(kept)}, first)
+    if kept or not first:
+        yield Record(f"{name}, document {number}", {"text": "".join(kept)}, first)
 
 
 def _json_lines(name: str, lines: IO[str]) -> Iterator[Record]:

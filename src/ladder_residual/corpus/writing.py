@@ -83,7 +83,11 @@ class CorpusWriter:
         if (directory / INDEX).exists():
             raise ValueError(f"{directory} already holds a corpus; choose another directory or use --overwrite")
         writer._lock()
-        writer._resume()
+        try:
+            writer._resume()
+        except BaseException:
+            os.close(writer._held)
+            raise
         return writer
 
     def _lock(self) -> None:
