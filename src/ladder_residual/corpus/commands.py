@@ -25,9 +25,9 @@ def prepare_command(
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the shards.")],
     tokenizer: Annotated[str, typer.Option(help="Directory, hub id or tokenizer.json.")],
-    text_field: Annotated[list[str], typer.Option(help="Field with the text; repeated, fields are joined by a line break.")] = [
-        "text"
-    ],  # noqa: B006  (typer copies it)
+    text_field: Annotated[
+        list[str] | None, typer.Option(help="Field with the text, default text; repeated, fields are joined by a line break.")
+    ] = None,
     document_separator: Annotated[
         str | None, typer.Option(help="A line of a text file that ends a document; without it a file is one document.")
     ] = None,
@@ -51,7 +51,7 @@ def prepare_command(
     from .sources import SourceOptions
 
     settings = PrepareSettings(
-        text_fields=tuple(text_field),
+        text_fields=tuple(text_field or ["text"]),
         shard_tokens=shard_tokens,
         limit=limit,
         end_of_document=end_of_document,
