@@ -246,7 +246,6 @@ def _set_shots(loaded: dict[str, Any], wanted: Wanted, notes: dict[str, list[str
             notes.setdefault(wanted.task.name, []).append(f"0 examples as its prompt is fixed, not {wanted.shots}")
         elif wanted.shots is not None or fixed is None:
             found.set_config(key="num_fewshot", value=wanted.shots or 0)
-        found.set_fewshot_seed(seed=FEWSHOT_SEED)
 
 
 def run(
@@ -258,7 +257,7 @@ def run(
     torch.manual_seed(FEWSHOT_SEED)
     with _quiet_logs(), _stderr_to_nowhere() if lm.quiet else contextlib.nullcontext():
         for task in tasks.harness["tasks"].values():
-            task._instances = None  # of an earlier model
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)  # drawn anew for every model: the next one must get the same examples
         found = evaluate(
             lm=lm,
             task_dict=tasks.harness,
