@@ -83,6 +83,7 @@ class Loop:
         if layout.world.is_main:
             (directory / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=1), encoding="utf-8")
         self.prefetch = ThreadPoolExecutor(1)
+        self.clock, self.clock_step = time.perf_counter(), self.step
         self.pending: list[tuple[int, Tensor, Tensor]] = []  # (step, loss, norm) on the device, not looked at yet
         shape = recipe.model.shape()
         self.flops = flops_per_token(shape, recipe.data.sequence) * recipe.tokens_per_step
@@ -190,6 +191,8 @@ class Loop:
         return result
 
     def save(self, final: bool = False) -> None:
+        if not self.recipe.checkpoint.enabled:
+            return
         self.report_if_pending()
         started = time.perf_counter()
         self.checkpoints.save(
@@ -206,7 +209,7 @@ class Loop:
         recipe = self.recipe
         self.checkpoints.wait()
         result: dict[str, Any] = {"directory": str(recipe.directory), "step": self.step, "valid": evaluated}
-        if self.step == recipe.run.steps and recipe.checkpoint.export:
+        if self.step == recipe.run.steps and recipe.checkpoint.enabled and recipe.checkpoint.export:
             if self.layout.world.is_main:
                 export(recipe.directory, recipe.directory / "export", overwrite=True)
             self.layout.world.barrier()

@@ -130,6 +130,7 @@ class Evaluate:
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     directory: str = ""  # default: runs/NAME beside the current directory
+    enabled: bool = True  # false: nothing is saved, also not at the end (experiments that only want the losses)
     every: int = 0  # steps; 0: only at the end
     keep: int = 2
     blocking: bool = False  # wait for each checkpoint to be on disk
