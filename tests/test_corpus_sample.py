@@ -176,7 +176,7 @@ def test_the_form_of_a_chat_is_read_off_its_template(chat_tokenizer):
 def test_mixed_samples_begin_as_their_kind_does(chat_tokenizer):
     model = tiny_model(vocab_size=16, pad_token_id=0)
     settings = SampleSettings(tokens=1, batch=6, length=30, start="mixed", random_first=True, seed=5)
-    batch = next(Sampler(model, chat_tokenizer, settings, smallest=1).batches())
+    batch = next(Sampler(model, chat_tokenizer, settings).batches())
     header = list(ChatForm.of(chat_tokenizer).header)
     assert [sample.start for sample in batch] == ["plain", "chat"] * 3
     for sample in batch:

@@ -115,13 +115,15 @@ class LockstepDecoder:
         temperature: float,
         stops: set[int],
         vocabulary: int,
-        smallest: int = 64,
+        smallest: int | None = None,
         graphs: bool | None = None,
     ) -> None:
         self.model, self.most_rows, self.length, self.temperature = model, rows, length, temperature
-        self.vocabulary, self.smallest = vocabulary, smallest
+        self.vocabulary = vocabulary
         self.device, self.dtype = model.device, model.dtype
         self.graphs = self.device.type == "cuda" if graphs is None else graphs
+        # Every width has its graphs, and a GPU gains nothing from going below some hundred rows.
+        self.smallest = smallest or (max(64, rows // 16) if self.graphs else 1)
         integers = {"dtype": torch.int64, "device": self.device}
         self.stops = torch.tensor(sorted(stops), **integers)
         capacity = -(-length // WINDOW) * WINDOW

@@ -122,7 +122,7 @@ def to_lines(samples: list[Sample], tokenizer: PreTrainedTokenizerBase, write: s
 class Sampler:
     """A model ready to be sampled from; ``batches()`` goes on for ever."""
 
-    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, settings: SampleSettings, *, smallest: int = 64) -> None:
+    def __init__(self, model: Any, tokenizer: PreTrainedTokenizerBase, settings: SampleSettings) -> None:
         check_lengths(model.config, settings)
         self.tokenizer, self.settings = tokenizer, settings
         self.chat = ChatForm.of(tokenizer) if settings.start != "plain" else None
@@ -140,7 +140,6 @@ class Sampler:
             temperature=settings.temperature,
             stops=self.stops,
             vocabulary=min(known, model.config.vocab_size),
-            smallest=smallest,
         )
 
     def seed_of(self, number: int) -> int:
