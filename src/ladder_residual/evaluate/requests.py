@@ -43,10 +43,10 @@ class Requests:
     def __len__(self) -> int:
         return sum(map(len, self.groups.values()))
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         header = {"format": REQUESTS_FORMAT, "groups": {name: len(group) for name, group in self.groups.items()}, **self.about}
         # No time in the file: the same requests make the same bytes.
-        with path.open("wb") as file, gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed:
+        with Path(path).open("wb") as file, gzip.GzipFile("", "wb", mtime=0, fileobj=file) as packed:
             packed.write((json.dumps(header) + "\n").encode())
             for group in self.groups.values():
                 for request in group:
@@ -114,9 +114,9 @@ class Scores:
                 "tokenizer; write the requests again with --requests-out and score those"
             ) from None
 
-    def save(self, path: Path) -> None:
+    def save(self, path: str | Path) -> None:
         scores = {key: [score.logprob, int(score.greedy)] for key, score in self.by_key.items()}
-        path.write_text(json.dumps({"format": SCORES_FORMAT, **self.about, "scores": scores}) + "\n", encoding="utf-8")
+        Path(path).write_text(json.dumps({"format": SCORES_FORMAT, **self.about, "scores": scores}) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Scores:
