@@ -12,6 +12,7 @@ import typer
 
 from .bench.calibrate import calibrate_command
 from .bench.commands import Device, Dtype, Ranks, bench
+from .bench.faults.commands import faults
 from .bench.hosts import commands as host_commands
 from .bench.serve import serve
 from .corpus.commands import app as data_app
@@ -20,6 +21,7 @@ from .launch import follow_launcher, on_ranks, report_error, told
 from .plan.commands import app as plan_app
 from .plan.report_commands import report, reproduction
 from .plan.trace_commands import trace_app
+from .train.commands import app as train_app
 
 app = typer.Typer(
     name="ladder",
@@ -35,10 +37,12 @@ bench.command("hosts")(host_commands.hosts)
 bench.command("hosts-ranks", hidden=True)(host_commands.hosts_ranks)
 bench.command("hosts-report")(host_commands.hosts_report)
 bench.command("link")(host_commands.link)
+bench.command("faults")(faults)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
 app.command("eval")(evaluate)
 app.add_typer(data_app, name="data")
+app.add_typer(train_app, name="train")
 app.command("report")(report)
 app.command("reproduction")(reproduction)
 

@@ -209,6 +209,7 @@ class Loop:
         recipe = self.recipe
         self.checkpoints.wait()
         result: dict[str, Any] = {"directory": str(recipe.directory), "step": self.step, "valid": evaluated}
+        result["main"] = self.layout.world.is_main
         if self.step == recipe.run.steps and recipe.checkpoint.enabled and recipe.checkpoint.export:
             if self.layout.world.is_main:
                 export(recipe.directory, recipe.directory / "export", overwrite=True)
