@@ -130,6 +130,36 @@ def bench_e2e(
     _print_result(run(model=model, tp=tp or 1, wirings=split_wirings(wirings), links=_split_links(links), **options))
 
 
+@bench.command("train")
+def bench_train(
+    model: Shape = "ladder-1b",
+    layers: Layers = None,
+    tp: Ranks = 2,
+    batch: Annotated[int, typer.Option(help="Rows of a step.")] = 1,
+    sequence: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
+    wirings: Wirings = "standard,ladder",
+    links: Annotated[
+        str,
+        typer.Option(help="On CPU ranks latencies (none, 2ms), on a GPU emulated links (500us, h200-nccl); several with ';'."),
+    ] = "2ms",
+    repeats: Repeats = 10,
+    dtype: Dtype = "float32",
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers' modules.")] = False,
+    device: Device = "auto",
+) -> None:
+    """Training steps, forward and backward: real ranks on CPUs, one emulated rank of --tp on a GPU."""
+    names, parts = split_wirings(wirings), _split_links(links)
+    if not _on_gpu(device):
+        on_ranks(tp)
+    from ..parallel import distributed
+    from .train import bench_train as run
+
+    shape: dict[str, Any] = {"model": model, "layers": layers, "tp": tp or 1, "batch": batch, "sequence": sequence}
+    with distributed(device) as world:
+        result = run(world, **shape, wirings=names, links=parts, repeats=repeats, dtype=dtype, compiled=compiled)
+        _print_result(result if world.is_main else None)
+
+
 @bench.command("peers")
 def bench_peers(
     model: Shape = "llama-3.1-8b",

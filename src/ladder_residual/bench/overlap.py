@@ -34,7 +34,12 @@ COMPUTE = "no-comm"  # the wiring whose time is the compute bound
 
 
 def random_model(
-    shape: ModelShape, world: World, dtype: torch.dtype = torch.float32, *, uneven: bool = False
+    shape: ModelShape,
+    world: World,
+    dtype: torch.dtype = torch.float32,
+    *,
+    uneven: bool = False,
+    reducer: Reducer | None = None,
 ) -> PreTrainedModel:
     """This rank's share of a Llama of ``shape`` with random weights: for measurements of speed only."""
     config_class, _ = ladder_classes("llama")
@@ -64,7 +69,7 @@ def random_model(
         return torch.empty(local, dtype=dtype, device=world.device).normal_(0, 0.02, generator=generator)
 
     place_parameters(model, draw, shape, FAMILIES["llama"], world)
-    set_reducers(model, world.reducer())
+    set_reducers(model, reducer or world.reducer())
     return model.eval()
 
 

@@ -44,7 +44,7 @@ def run_command(
     stop_after: Annotated[int | None, typer.Option(help="End after so many steps, as a time limit would.")] = None,
     device: Annotated[str, typer.Option(help="Of --dry-run: a device of `ladder plan --list`.")] = "h100",
     link: Annotated[str, typer.Option(help="Of --dry-run: between the tensor-parallel ranks.")] = "nccl",
-    network: Annotated[str, typer.Option(help="Of --dry-run: between the copies of the model.")] = "ib-4-nodes",
+    network: Annotated[str, typer.Option(help="Of --dry-run: between the copies of the model.")] = "ib-2-nodes",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
 ) -> None:
     """Train a recipe: on this process, on --ranks processes, or on those torchrun started."""

@@ -80,32 +80,37 @@ def rows_per_rank(rows: int, dp: int, micro_rows: int | None) -> tuple[int, int]
 @contextmanager
 def training_layout(device: str, timeout: float, tp: int, dp: int | None) -> Iterator[Layout]:
     """Join the launcher's ranks (or be the only one) and arrange them."""
-    with distributed(device, timeout) as world:
-        dp, tp = degrees(world.size, tp, dp)
-        alone = not dist.is_initialized()
-        if alone:  # FSDP wants a group, also of one
-            backend = "nccl" if world.device.type == "cuda" else "gloo"
-            dist.init_process_group(
-                backend,
-                store=dist.HashStore(),
-                rank=0,
-                world_size=1,
-                timeout=timedelta(seconds=timeout),
-                device_id=world.device if backend == "nccl" else None,
-            )
-        try:
-            mesh = init_device_mesh(world.device.type, (dp, tp), mesh_dim_names=(DP, TP))
-            # Messages that a rank has half written into its sockets move only while it waits for sockets. FSDP waits for other
-            # groups in between, so with several copies of the model all sums go through the group's own threads.
-            tensor = World(
-                rank=mesh[TP].get_local_rank(),
-                size=tp,
-                device=world.device,
-                group=mesh[TP].get_group(),
-                sockets=world.sockets if dp == 1 else None,
-                store=dist.PrefixStore(f"tp{mesh[DP].get_local_rank()}", world.store) if world.store is not None else None,
-            )
-            yield Layout(replace(world, group=dist.group.WORLD), mesh, tensor)
-        finally:
-            if alone:
-                dist.destroy_process_group()
+    with distributed(device, timeout) as world, arranged(world, timeout, tp, dp) as layout:
+        yield layout
+
+
+@contextmanager
+def arranged(world: World, timeout: float, tp: int, dp: int | None) -> Iterator[Layout]:
+    dp, tp = degrees(world.size, tp, dp)
+    alone = not dist.is_initialized()
+    if alone:  # FSDP wants a group, also of one
+        backend = "nccl" if world.device.type == "cuda" else "gloo"
+        dist.init_process_group(
+            backend,
+            store=dist.HashStore(),
+            rank=0,
+            world_size=1,
+            timeout=timedelta(seconds=timeout),
+            device_id=world.device if backend == "nccl" else None,
+        )
+    try:
+        mesh = init_device_mesh(world.device.type, (dp, tp), mesh_dim_names=(DP, TP))
+        # What a rank has half written into its sockets moves only while it waits for sockets. FSDP waits for other groups in
+        # between, so with several copies of the model all sums go through the group's own threads.
+        tensor = World(
+            rank=mesh[TP].get_local_rank(),
+            size=tp,
+            device=world.device,
+            group=mesh[TP].get_group(),
+            sockets=world.sockets if dp == 1 else None,
+            store=dist.PrefixStore(f"tp{mesh[DP].get_local_rank()}", world.store) if world.store is not None else None,
+        )
+        yield Layout(replace(world, group=dist.group.WORLD), mesh, tensor)
+    finally:
+        if alone:
+            dist.destroy_process_group()
