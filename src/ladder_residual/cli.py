@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from .adapt.commands import adapt
 from .bench.calibrate import calibrate_command
 from .bench.commands import Device, Dtype, Ranks, bench
 from .bench.faults.commands import faults
@@ -40,6 +41,7 @@ bench.command("link")(host_commands.link)
 bench.command("faults")(faults)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
+app.command("adapt")(adapt)
 app.command("eval")(evaluate)
 app.add_typer(data_app, name="data")
 app.add_typer(train_app, name="train")
@@ -71,16 +73,40 @@ def convert(
     source: Source,
     target: Annotated[Path, typer.Argument(help="Directory to write.")],
     wiring: Annotated[
-        str, typer.Option(help="e.g. ladder, ladder:last-half, ladder:16-31, desync-2x; standard is the way back.")
+        str,
+        typer.Option(help="e.g. ladder, ladder:last-half, ladder:16-31, desync-2x; standard is the way back; auto chooses."),
     ],
     copy: Annotated[bool, typer.Option("--copy/--link", help="Copy the weights instead of linking them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    layers: Annotated[int | None, typer.Option(help="With auto: how many layers to convert.")] = None,
+    budget: Annotated[float | None, typer.Option(help="With auto: by how many nats the loss may rise, before healing.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="With auto: text to choose the layers on (.txt, .jsonl).")] = None,
+    check: Annotated[
+        str | None, typer.Option(help="With auto: text to check the choice on; default: the rest of the calibration text.")
+    ] = None,
+    calibration_tokens: Annotated[int | None, typer.Option(help="With auto; default: 4096 on a CPU, 65536 on a GPU.")] = None,
+    device: Device = "auto",
 ) -> None:
     """Rewire a checkpoint: its config changes, its weights stay."""
+    from .convert import check_target, describe
     from .convert import convert as run
-    from .convert import describe
 
-    describe(run(source, target, wiring, copy=copy, overwrite=overwrite), print)
+    options = {"--layers": layers, "--budget": budget, "--calibration": calibration, "--check": check}
+    if wiring != "auto":
+        if given := [name for name, value in options.items() if value is not None]:
+            raise ValueError(f"{', '.join(given)} belong to --wiring auto; with --wiring {wiring} the layers are named already")
+        describe(run(source, target, wiring, copy=copy, overwrite=overwrite), print)
+        return
+    if calibration is None:
+        raise ValueError("--wiring auto measures what each layer costs: give it a text with --calibration FILE")
+    from .adapt.auto import Request, choose, explain, save
+
+    request = Request(calibration, layers, budget, check, calibration_tokens)
+    check_target(source, target, overwrite)
+    spec, document = choose(source, request, device)
+    explain(document)
+    describe(run(source, target, spec, copy=copy, overwrite=overwrite), print)
+    save(document, target)
 
 
 @app.command()

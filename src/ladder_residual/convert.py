@@ -124,6 +124,11 @@ def _move_all(source: Path, target: Path) -> None:
         path.rename(target / path.name)
 
 
+def check_target(source: str | Path, target: str | Path, overwrite: bool = False) -> None:
+    """ValueError where ``convert`` would refuse to write; for callers that have minutes of work before it."""
+    _check_target(resolve(source).resolve(), Path(target).resolve(), overwrite)
+
+
 def _check_target(source: Path, target: Path, overwrite: bool) -> None:
     if target == source:
         raise ValueError(f"source and target are the same directory ({target}); choose another target")

@@ -1,0 +1,179 @@
+"""``ladder convert SRC DST --wiring auto``: choose the layers on a calibration text, say why, keep the curves beside the checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .select import ORDERS
+
+SEQUENCE = 512
+TOKENS = {"cpu": 4096, "cuda": 65_536}
+WIDTH = {"cpu": 3, "cuda": 8}  # additions tried per step: where a pass is cheap, more of them
+FILE = "selection.json"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asked for: a number of layers, or a rise of the loss that must not be exceeded."""
+
+    calibration: str
+    layers: int | None = None
+    budget: float | None = None
+    check: str | None = None  # another text; default: the rest of the calibration text
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.layers is None) == (self.budget is None):
+            raise ValueError("--wiring auto needs either --layers K (how many) or --budget NATS (how much loss)")
+        if self.tokens is not None and self.tokens < 2 * SEQUENCE:
+            raise ValueError(
+                f"--calibration-tokens must be at least {2 * SEQUENCE} (two rows), got {self.tokens}"
+            )
+
+
+def choose(source: str, request: Request, device: str = "auto") -> tuple[str, dict[str, Any]]:
+    """The wiring, and the document that says why: costs of single layers, chosen sets, curves on both texts."""
+    import torch
+
+    from ..checkpoint import read_json, resolve
+    from ..corpus.tokens import read_tokenizer
+    from ..loading import load_model
+    from ..parallel import distributed
+    from .probe import Probe
+    from .rows import Encoder
+    from .select import curves, select
+
+    config = read_json(resolve(source, weights=False) / "config.json")
+    encoder = Encoder(read_tokenizer(source), int(config["vocab_size"]))
+    sequence = min(SEQUENCE, int(config.get("max_position_embeddings") or SEQUENCE))
+    with distributed(device) as world:
+        if world.size > 1:
+            raise ValueError(f"layers are chosen by one process, {world.size} were started")
+        wanted = max(2, (request.tokens or TOKENS[world.device.type]) // sequence)
+        calibration, check = texts(request, encoder, sequence, wanted)
+        model = load_model(source, world, wiring=None, dtype="bf16" if world.device.type == "cuda" else "fp32")
+        progress = _Progress()
+        probe = Probe(model, torch.from_numpy(calibration))
+        selection = select(probe, request.layers, budget=request.budget, width=WIDTH[world.device.type], report=progress)
+        size = request.layers if request.layers is not None else selection.within(request.budget or 0.0)
+        found = {"calibration": curves(probe, selection)}
+        originals = {"calibration": probe.original.loss}
+        other = Probe(model, torch.from_numpy(check))
+        found["held-out"] = curves(other, selection)
+        originals["held-out"] = other.original.loss
+    if size == 0:
+        cheapest = selection.chosen[1]
+        raise ValueError(
+            f"no layer stays within the budget of {request.budget} nats: the cheapest, layer {cheapest.layers[0]}, costs "
+            f"{cheapest.loss - selection.original_loss:.4f}; raise --budget (retraining heals far more than that)"
+        )
+    layers = selection.chosen[size].layers
+    spec = _spec(layers, selection.layers)
+    document = {
+        "wiring": spec,
+        "layers": list(layers),
+        "asked": {"layers": request.layers, "budget": request.budget},
+        "calibration": {"file": Path(request.calibration).name, "tokens": int(calibration.size)},
+        "check": {"file": Path(request.check or request.calibration).name, "tokens": int(check.size)},
+        "original": originals,
+        "single": [{"layer": layer, "loss": cost.loss, "kl": cost.kl} for layer, cost in enumerate(selection.single)],
+        "chosen": [{"k": k, "layers": list(cost.layers), "why": selection.reasons[k]} for k, cost in selection.chosen.items()],
+        "curves": found,
+        "passes": round(selection.passes, 1),
+    }
+    return spec, document
+
+
+def texts(request: Request, encoder: Any, sequence: int, rows: int) -> tuple[Any, Any]:
+    """Rows of tokens to choose on and to check on; from one file they are different rows of it."""
+    import numpy as np
+
+    from .rows import PADDING, build_rows
+
+    with tempfile.TemporaryDirectory() as scratch:
+
+        def full_rows(path: str) -> Any:
+            store = build_rows(path, encoder, sequence, Path(scratch), too_long="split")
+            whole = (np.asarray(store.use) != PADDING).all(axis=1)
+            return np.asarray(store.ids)[whole].astype(np.int64)
+
+        calibration = full_rows(request.calibration)
+        needed = rows if request.check else 2 * rows
+        if len(calibration) < min(needed, 4):
+            raise ValueError(
+                f"{request.calibration} gives {len(calibration)} rows of {sequence} tokens; choosing layers needs at least "
+                f"{2 if request.check else 4}"
+            )
+        if request.check:
+            return calibration[:rows], full_rows(request.check)[:rows]
+        rows = min(rows, len(calibration) // 2)
+        return calibration[:rows], calibration[rows : 2 * rows]
+
+
+def _spec(layers: tuple[int, ...], count: int) -> str:
+    from ..config import Wiring
+
+    return Wiring("ladder", layers, count).spec
+
+
+def save(document: dict[str, Any], target: Path, write: Callable[[str], None] = print) -> None:
+    """``selection.json`` and the plot, in the converted checkpoint."""
+    from ..plan.charts import chart_png, chart_svg
+
+    (target / FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    drawn = chart(document)
+    (target / "selection.svg").write_text(chart_svg(drawn), encoding="utf-8")
+    plots = ["selection.svg"]
+    try:
+        chart_png(drawn, target / "selection.png")
+        plots.append("selection.png")
+    except ValueError:
+        pass  # no matplotlib: the SVG says the same
+    write(f"curves   {FILE}, {', '.join(plots)}")
+
+
+def chart(document: dict[str, Any], text: str = "held-out") -> Any:
+    from ..plan.charts import Chart, Series
+
+    curves = document["curves"][text]
+    names = {"ours": "our choice", "last-k": "last k", "first-k": "first k", "every-other": "every other"}
+    series = [
+        Series(
+            names[order], [(0, document["original"][text]), *((point["k"], point["loss"]) for point in curves[order])], colour=i
+        )
+        for i, order in enumerate(("ours", *ORDERS))
+    ]
+    return Chart("selection", f"Loss before retraining, {text} text", "converted layers", "loss (nats per token)", series)
+
+
+def explain(document: dict[str, Any], write: Callable[[str], None] = print) -> None:
+    """Which layers and why, in a few lines."""
+    size = len(document["layers"])
+    single = sorted(document["single"], key=lambda entry: entry["kl"])
+    write(f"chosen   {document['wiring']} ({size} layers): {document['chosen'][size - 1]['why']}")
+    for label, end in (("cheap", single[:5]), ("dear", single[: -min(6, len(single)) : -1])):
+        write(f"{label:8} " + ", ".join(f"layer {entry['layer']} {entry['kl']:.4f}" for entry in end) + "  (KL of each alone)")
+    for text in ("calibration", "held-out"):
+        rises = {order: points[size - 1]["rise"] for order, points in document["curves"][text].items()}
+        write(
+            f"{text:12} loss {document['original'][text]:.4f}, rises by "
+            + ", ".join(f"{rise:.4f} ({order})" for order, rise in rises.items())
+        )
+    curves = document["curves"]["held-out"]
+    worse = [ours["k"] for ours, last in zip(curves["ours"], curves["last-k"], strict=True) if ours["loss"] > last["loss"]]
+    if worse:
+        write(f"note     on the held-out text the last k layers are better at k = {', '.join(map(str, worse))}")
+
+
+class _Progress:
+    """A line on standard error, only where a person watches."""
+
+    def __call__(self, done: int, total: int) -> None:
+        if sys.stderr.isatty():
+            print(f"\rtrying   {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)

@@ -1,0 +1,118 @@
+"""``ladder adapt``: parse, call, print."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .settings import (
+    METHODS,
+    OPTIMIZERS,
+    PARALLEL,
+    PRECISIONS,
+    SCHEDULES,
+    TOO_LONG,
+    Settings,
+    Source,
+    from_mapping,
+    read_recipe,
+)
+
+
+def adapt(
+    source: Annotated[str, typer.Argument(metavar="STUDENT|RECIPE.toml", help="Converted checkpoint, or a recipe file.")],
+    teacher: Annotated[str | None, typer.Option(help="The original model: directory or hub id.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to learn from: .txt, .jsonl, a corpus directory, owner/name; may be repeated."),
+    ] = None,
+    weight: Annotated[list[float] | None, typer.Option(help="Share of each --data, in the same order.")] = None,
+    heldout: Annotated[list[str] | None, typer.Option(help="Text to measure on, never trained on; may be repeated.")] = None,
+    out: Annotated[str | None, typer.Option(help="Directory for the result; default: STUDENT-healed.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}.")] = None,
+    control: Annotated[
+        bool, typer.Option("--control", help="Train the unchanged model instead, everything else alike.")
+    ] = False,
+    tokens: Annotated[int | None, typer.Option(help="How many tokens to train on; default: --epochs of the data.")] = None,
+    epochs: Annotated[float | None, typer.Option()] = None,
+    sequence: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
+    batch_tokens: Annotated[int | None, typer.Option(help="Tokens of an optimizer step, over all ranks.")] = None,
+    micro_rows: Annotated[int | None, typer.Option(help="Rows at a time on a device; the rest is accumulated.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr")] = None,
+    schedule: Annotated[str | None, typer.Option(help=f"{', '.join(SCHEDULES)}.")] = None,
+    warmup: Annotated[float | None, typer.Option(help="Share of the steps, or their number if 1 or more.")] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = None,
+    weight_decay: Annotated[float | None, typer.Option()] = None,
+    temperature: Annotated[float | None, typer.Option(help="Of both distributions in distillation.")] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Compare the teacher's k likeliest words; 0 is the whole vocabulary.")
+    ] = None,
+    data_weight: Annotated[float | None, typer.Option(help="Weight of the text's own loss beside the teacher.")] = None,
+    hidden_weight: Annotated[float | None, typer.Option(help="Weight of matching the teacher's hidden states.")] = None,
+    stage: Annotated[
+        list[str] | None, typer.Option(help="Progressive conversion: wirings on the way to the student's own, in order.")
+    ] = None,
+    stages_share: Annotated[float | None, typer.Option(help="Share of the run until the last stage is reached.")] = None,
+    lora_rank: Annotated[int | None, typer.Option()] = None,
+    too_long: Annotated[str | None, typer.Option(help=f"Chats longer than a row: {', '.join(TOO_LONG)}.")] = None,
+    parallel: Annotated[str | None, typer.Option(help=f"Under torchrun: {', '.join(PARALLEL)} (auto is ddp).")] = None,
+    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)} (auto: bf16 on a GPU).")] = None,
+    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile; pays on a GPU.")] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Less memory, a third more compute.")
+    ] = None,
+    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints kept.")] = None,
+    log_every: Annotated[int | None, typer.Option()] = None,
+    evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements on --heldout.")] = None,
+    seed: Annotated[int | None, typer.Option()] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint if there is one.")
+    ] = True,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    show: Annotated[bool, typer.Option("--show", help="Only print the settings of the run as JSON.")] = False,
+) -> None:
+    """Heal a converted model: distil the original into it, or train it on text; one process, or torchrun with DDP or FSDP2."""
+    given = {
+        name: value
+        for name, value in locals().items()
+        if name not in ("source", "data", "weight", "stage", "heldout", "device", "show", "resume", "control")
+        and value is not None
+    }
+    lists: dict[str, Any] = {"stages": stage, "heldout": heldout}
+    given |= {name: tuple(value) for name, value in lists.items() if value}
+    if data:
+        if weight and len(weight) != len(data):
+            raise ValueError(f"{len(data)} --data but {len(weight)} --weight: give one for each, or none")
+        given["data"] = [Source(path, share) for path, share in zip(data, weight or [1.0] * len(data), strict=True)]
+    if control:
+        given["control"] = True
+    given["resume"] = resume
+    settings = (
+        read_recipe(Path(source), given)
+        if source.endswith(".toml")
+        else from_mapping({"student": source, **given}, "ladder adapt")
+    )
+    if show:
+        import json
+        from dataclasses import asdict
+
+        print(json.dumps(asdict(settings), indent=2))
+        return
+    run(settings, device)
+
+
+def run(settings: Settings, device: str) -> None:
+    from ..parallel import distributed
+    from .run import adapt as start
+
+    with distributed(device) as world:
+        result = start(settings, world, lambda line: print(line, file=sys.stderr, flush=True))
+        if world.is_main:
+            print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.1f} s: {result.output}")
+            for name, after in result.after.items():
+                before = result.before.get(name)
+                print(f"  {name}: loss " + (f"{before['loss']:.4f} -> " if before else "") + f"{after['loss']:.4f}")

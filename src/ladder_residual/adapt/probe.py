@@ -1,0 +1,164 @@
+"""What converting a set of layers costs, before any retraining: loss and KL against the original, text by text.
+
+Layers are run one by one with the wiring's own functions. What a layer hands on (a small ``State``) is kept for every layer of the
+sets we come back to, so that a candidate that differs from layer 20 on is computed from layer 20 on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from ..hf_config import wiring_of
+from ..model import RewiredLayer, decoder_layers
+from ..reduce import Reducer
+from ..train.loss import head_of
+from ..wiring import State, flush, ladder, standard
+from .losses import final_logits, token_divergence
+
+_CHUNK = 1024  # tokens whose logits exist at a time
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a set of converted layers, one number per row of the text: mean loss of the row, mean KL from the original."""
+
+    layers: tuple[int, ...]
+    losses: tuple[float, ...]
+    divergences: tuple[float, ...]
+
+    @property
+    def loss(self) -> float:
+        return sum(self.losses) / len(self.losses)
+
+    @property
+    def kl(self) -> float:
+        return sum(self.divergences) / len(self.divergences)
+
+
+class Trail:
+    """The state before each layer of one set of layers, for every batch, up to where it was computed."""
+
+    def __init__(self, layers: frozenset[int], states: list[list[State]]) -> None:
+        self.layers, self.states = layers, states
+
+
+class Probe:
+    """A model and a text. ``cost`` measures a set of layers; ``trail`` keeps its states for the sets that come after it."""
+
+    def __init__(self, model: PreTrainedModel, rows: Tensor, batch: int = 8) -> None:
+        if wiring_of(model.config).kind != "standard":
+            raise ValueError(
+                "layers are chosen on the original model; this one is rewired already (ladder convert --wiring standard)"
+            )
+        layers = decoder_layers(model)
+        if not isinstance(layers[0], RewiredLayer):
+            from ..model import rewire
+
+            rewire(model, "standard")
+        self.model, self.layers, self.count = model, layers, len(layers)
+        self.reducer = Reducer()
+        self.batches = list(rows.to(model.device).split(batch))
+        self.passes = 0.0  # how many times the whole stack of layers was run: what a selection costs
+        self._starts: list[State] = []
+        self._arguments: list[list[dict[str, Any]]] = []
+        with torch.no_grad():
+            for ids in self.batches:
+                start, arguments = self._inputs_of_layers(ids)
+                self._starts.append(State(start))
+                self._arguments.append(arguments)
+        self._original_hidden: list[Tensor] = []
+        self.empty = Trail(frozenset(), [[start] for start in self._starts])
+        self.original = self._remember_original()
+
+    def _inputs_of_layers(self, ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+        """The stream before layer 0, and the masks and rotary tables transformers hands to each layer."""
+        seen: list[dict[str, Any]] = []
+        start: list[Tensor] = []
+
+        def look(layer: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if not seen:
+                start.append(inputs[0])
+            seen.append(dict(kwargs))
+
+        hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in self.layers]
+        base: Any = self.model.base_model
+        try:
+            base(input_ids=ids, use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        self.passes += 1 / len(self.batches)
+        return start[0], seen
+
+    def _remember_original(self) -> Cost:
+        trail = self.trail(frozenset(), self.empty)
+        self._original_hidden = [self._final(states[-1]) for states in trail.states]
+        self.empty = trail
+        return self._measured(frozenset(), self._original_hidden)
+
+    @torch.no_grad()
+    def _run(self, state: State, batch: int, layers: frozenset[int], first: int, keep: list[State] | None) -> State:
+        for index in range(first, self.count):
+            layer: Any = self.layers[index]
+            step = ladder if index in layers else standard
+            state = step(state, layer.branches(self._arguments[batch][index]), self.reducer)
+            if keep is not None:
+                keep.append(state)
+        self.passes += (self.count - first) / self.count / len(self.batches)
+        return state
+
+    def _first_difference(self, layers: frozenset[int], trail: Trail) -> int:
+        return min(layers ^ trail.layers, default=self.count)
+
+    def trail(self, layers: Iterable[int], near: Trail | None = None) -> Trail:
+        """All states of a set, starting from where it first differs from ``near``."""
+        chosen = frozenset(layers)
+        near = near or self.empty
+        first = min(self._first_difference(chosen, near), len(near.states[0]) - 1)
+        states = []
+        for batch, known in enumerate(near.states):
+            kept = list(known[: first + 1])
+            self._run(kept[-1], batch, chosen, first, kept)
+            states.append(kept)
+        return Trail(chosen, states)
+
+    def cost(self, layers: Iterable[int], near: Trail | None = None) -> Cost:
+        """Starting from where the set first differs from ``near`` (default: the original)."""
+        chosen = frozenset(layers)
+        near = near or self.empty
+        first = self._first_difference(chosen, near)
+        hidden = [self._final(self._run(known[first], batch, chosen, first, None)) for batch, known in enumerate(near.states)]
+        return self._measured(chosen, hidden)
+
+    @torch.no_grad()
+    def _final(self, state: State) -> Tensor:
+        base: Any = self.model.base_model
+        norm = getattr(base, "norm", None) or base.final_layer_norm
+        return norm(flush(state, self.reducer))
+
+    @torch.no_grad()
+    def _measured(self, layers: frozenset[int], hidden: Sequence[Tensor]) -> Cost:
+        head = head_of(self.model)
+        losses: list[float] = []
+        divergences: list[float] = []
+        for ids, ours, original in zip(self.batches, hidden, self._original_hidden, strict=True):
+            length = ids.shape[1]
+            targets = ids[:, 1:].reshape(-1)
+            ours, original = (states[:, :-1].reshape(-1, states.shape[-1]) for states in (ours, original))
+            entropy, kl = torch.empty(2, len(targets), device=ids.device)
+            for start in range(0, len(targets), _CHUNK):
+                part = slice(start, start + _CHUNK)
+                logits = final_logits(ours[part] @ head.weight.T, head)
+                reference = final_logits(original[part] @ head.weight.T, head)
+                entropy[part] = F.cross_entropy(logits, targets[part], reduction="none")
+                kl[part] = token_divergence(logits, reference)
+            losses += entropy.view(-1, length - 1).mean(1).tolist()
+            divergences += kl.view(-1, length - 1).mean(1).tolist()
+        return Cost(tuple(sorted(layers)), tuple(losses), tuple(divergences))
