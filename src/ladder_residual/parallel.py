@@ -81,16 +81,23 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
-    def check_same(self, what: str, value: str) -> None:
-        """ValueError on every rank, naming those that differ, unless all ranks hold the same ``value``."""
+    def check_same(self, what: str, value: str, *, show: bool = False) -> None:
+        """ValueError on every rank, naming those that differ, unless all ranks hold the same ``value``; ``show`` it if it may be
+        seen by whoever reads the log."""
         if self.size == 1:
             return
         self.settle()
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, (socket.gethostname(), value), group=self.group)
-        different = [f"rank {rank} on {host}" for rank, (host, theirs) in enumerate(values) if theirs != values[0][1]]
+        first = values[0][1]
+        different = [
+            f"rank {rank} on {host}" + (f" ({theirs})" if show else "")
+            for rank, (host, theirs) in enumerate(values)
+            if theirs != first
+        ]
         if different:
-            raise ValueError(f"{what} of {', '.join(different)} differs from rank 0's: all ranks must run the same")
+            shown = f" ({first})" if show else ""
+            raise ValueError(f"{what} of {', '.join(different)} differs from rank 0's{shown}: all ranks must run the same")
 
     def ask(self, question: Callable[[], str], turn: int) -> str:
         """Rank 0's answer to ``question`` on every rank. A person may take longer than any collective's time-out, so the other

@@ -1,0 +1,50 @@
+"""What became of a run, and whether that is what the documentation says."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .watched import Traces, WatchedRun
+
+
+@dataclass
+class Outcome:
+    fault: str
+    detail: str = ""
+    ended_after_s: float | None = None
+    bound_s: float | None = None
+    exit_codes: list[int | None] = field(default_factory=list)
+    message: str = ""
+    wrong: list[str] = field(default_factory=list)  # nothing: as said
+
+    @property
+    def as_said(self) -> bool:
+        return not self.wrong
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "as_said": self.as_said}
+
+
+def judge_end(
+    outcome: Outcome, run: WatchedRun, held: Traces, *, bound: float, codes: set[int], says: str, wrong_output: str | None
+) -> Outcome:
+    """Fill in an outcome after ``run.end``: ended in time, the right exit codes, a message that matches ``says``, nothing left."""
+    outcome.bound_s = bound
+    outcome.exit_codes = run.exit_codes()
+    errors = run.errors()
+    outcome.message = next((line for line in errors if re.search(says, line)), errors[0] if errors else "")
+    if outcome.ended_after_s is None:
+        outcome.wrong.append(f"not ended within {bound:.0f} s")
+    elif not {code for code in outcome.exit_codes if code is not None} <= codes:
+        outcome.wrong.append(f"exit codes {outcome.exit_codes}, expected {sorted(codes)}")
+    if not re.search(says, outcome.message):
+        outcome.wrong.append(f"no error that says {says!r}; printed: {run.text()[-600:]!r}")
+    if "Traceback" in run.text():
+        outcome.wrong.append("a traceback was printed")
+    if wrong_output:
+        outcome.wrong.append(f"output: {wrong_output}")
+    if outcome.ended_after_s is not None:
+        outcome.wrong += [f"left behind: {thing}" for thing in run.left_over(held)]
+    return outcome

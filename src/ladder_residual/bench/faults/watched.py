@@ -1,0 +1,173 @@
+"""A run under observation: its processes, ports, shared memory and files, and what is left of them afterwards. Linux only.
+
+Every process of a run inherits a mark in its environment, so it is found wherever a launcher has put it. Temporary files go to a
+directory of the run's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+_MARK = "LADDER_WATCHED"
+_LISTENING = "0A"
+
+
+@dataclass
+class Traces:
+    """What a run held on to at some moment."""
+
+    ports: set[int] = field(default_factory=set)
+    shared_memory: set[str] = field(default_factory=set)
+
+
+class WatchedRun:
+    """One command (or one per host), started with a mark; ends with everything it started when the block is left."""
+
+    def __init__(
+        self, commands: Sequence[Sequence[str]], directory: Path, environment: Mapping[str, str] | None = None
+    ) -> None:
+        self.mark = uuid.uuid4().hex
+        self.directory = directory
+        self.temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=directory))
+        self.started = time.monotonic()
+        self.processes: list[subprocess.Popen[str]] = []
+        marked = os.environ | {_MARK: self.mark, "TMPDIR": str(self.temporary)} | dict(environment or {})
+        self.outputs = [directory / f"output-{index}.txt" for index in range(len(commands))]
+        for command, output in zip(commands, self.outputs, strict=True):
+            with output.open("w") as sink:
+                self.processes.append(
+                    subprocess.Popen(command, stdout=sink, stderr=sink, text=True, env=marked, start_new_session=True)
+                )
+
+    def __enter__(self) -> WatchedRun:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for process in self.processes:
+            process.wait()
+
+    def pids(self) -> list[int]:
+        """Every living process of this run."""
+        needle = f"{_MARK}={self.mark}".encode()
+        return [pid for pid in _all_pids() if needle in _environment(pid) and not _is_zombie(pid)]
+
+    def ranks(self) -> dict[int, int]:
+        """Rank -> pid of those that have been started. A rank's own helpers inherit its number: its launcher's child is meant."""
+        found: dict[int, int] = {}
+        for pid in sorted(self.pids()):
+            variables = dict(entry.split(b"=", 1) for entry in _environment(pid).split(b"\0") if b"=" in entry)
+            if b"LOCAL_RANK" in variables:
+                found.setdefault(int(variables[b"RANK"]), pid)
+        return found
+
+    def wait_for(self, condition: Callable[[], bool], within: float, what: str) -> None:
+        deadline = time.monotonic() + within
+        while not condition():
+            if any(process.poll() is not None for process in self.processes):
+                raise RuntimeError(f"the run ended before {what}:\n{self.text()[-2000:]}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{what}: not within {within:.0f} s:\n{self.text()[-2000:]}")
+            time.sleep(0.02)
+
+    def end(self, within: float) -> float | None:
+        """Seconds until every command has ended; None if one has not ``within`` so many."""
+        start = time.monotonic()
+        for process in self.processes:
+            try:
+                process.wait(max(0.01, start + within - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                return None
+        return time.monotonic() - start
+
+    def exit_codes(self) -> list[int | None]:
+        return [process.returncode for process in self.processes]
+
+    def text(self) -> str:
+        """All that the commands have printed."""
+        return "\n".join(path.read_text(encoding="utf-8", errors="replace") for path in self.outputs)
+
+    def errors(self) -> list[str]:
+        return [line for line in self.text().splitlines() if line.startswith("error: ")]
+
+    def traces(self) -> Traces:
+        found = Traces()
+        for pid in self.pids():
+            found.ports |= _listening_ports(pid)
+            found.shared_memory |= _shared_memory(pid)
+        return found
+
+    def left_over(self, held: Traces, grace: float = 10.0) -> list[str]:
+        """What should be gone and is not, in words; processes get ``grace`` seconds to vanish."""
+        deadline = time.monotonic() + grace
+        while (pids := self.pids()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        found = [f"process {pid}" for pid in pids]
+        found += [f"port {port}" for port in sorted(held.ports) if _answers(port)]
+        found += [f"shared memory {path}" for path in sorted(held.shared_memory) if Path(path).exists()]
+        found += [f"file {path.relative_to(self.directory)}" for path in sorted(self.temporary.rglob("*"))]
+        return found
+
+
+def _all_pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # gone, or somebody else's
+        return b""
+
+
+def _is_zombie(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (OSError, IndexError):
+        return True
+
+
+def _listening_ports(pid: int) -> set[int]:
+    """In the process's own network namespace."""
+    inodes, ports = set(), set()
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                target = os.readlink(f"/proc/{pid}/fd/{name}")
+                if target.startswith("socket:["):
+                    inodes.add(target[8:-1])
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == _LISTENING and fields[9] in inodes:
+                    ports.add(int(fields[1].rpartition(":")[2], 16))
+    return ports
+
+
+def _shared_memory(pid: int) -> set[str]:
+    try:
+        lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    except OSError:
+        return set()
+    return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
+
+
+def _answers(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 0.5).close()
+    except OSError:
+        return False
+    return True
