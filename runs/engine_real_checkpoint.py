@@ -2,9 +2,9 @@
 
 PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine
 
-Both run in bfloat16, so where the two best tokens are closer than bfloat16 resolves either may be chosen, and from there the texts
-differ. The judge is the same model in float32: it reads each text and says, for every token, how far below its own best choice the
-chosen token lies (0 where they agree).
+Where the two best tokens are closer than the dtype resolves either may be chosen, and from there the texts differ. The judge is the
+same model in float32: it reads each text and says, for every token, how far below its own best choice the chosen token lies (0
+where they agree).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ladder_residual.engine.backend import engine_model
 from ladder_residual.loading import load_model
 from ladder_residual.parallel import World
 
-NEW = 96
+NEW = 64
 PROMPTS = [
     "The capital of France is",
     "Photosynthesis is the process by which plants",
@@ -34,10 +34,11 @@ PROMPTS = [
 ]
 
 
-def regret(judge: Any, sequences: torch.Tensor, mask: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Logits between the judge's best token and the chosen one, for every new token."""
+def regret(judge: Any, sequences: torch.Tensor, mask: torch.Tensor, prompt: int, end: int) -> torch.Tensor:
+    """Logits between the judge's best token and the chosen one, for every new token; none was allowed to end the text."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = judge(input_ids=sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, prompt - 1 : -1]
+    logits[..., end] = -torch.inf
     chosen = logits.gather(-1, sequences[:, prompt:, None])[..., 0]
     return logits.max(-1).values - chosen
 
@@ -59,10 +60,10 @@ def main() -> None:
     prompt = inputs["input_ids"].shape[1]
     full_mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(len(PROMPTS), NEW)], -1)
     rows = []
-    for wiring in options.wirings.split(","):
+    for wiring, dtype in ((w, d) for w in options.wirings.split(",") for d in ("bfloat16", "float16")):
         tokens, seconds = {}, {}
         for kind in ("torch", "cuda"):
-            model: Any = load_model(options.checkpoint, world, wiring=wiring, dtype="bfloat16")
+            model: Any = load_model(options.checkpoint, world, wiring=wiring, dtype=dtype)
             if kind == "cuda":
                 model = engine_model(model, world, batch=len(PROMPTS), max_context=prompt + NEW)
             for _ in range(2):  # the first run warms up
@@ -81,7 +82,7 @@ def main() -> None:
         judge = load_model(options.checkpoint, world, wiring=wiring, dtype="float32")
         equal = tokens["torch"][:, prompt:] == tokens["cuda"][:, prompt:]
         row: dict[str, Any] = {
-            "wiring": wiring,
+            "wiring": f"{wiring}, {dtype}",
             "tokens": equal.numel(),
             "equal_tokens": int(equal.sum()),
             "equal_before_first_difference": [int(one.int().cumprod(0).sum()) for one in equal],
@@ -89,7 +90,7 @@ def main() -> None:
             "engine_ms_per_step": round(1e3 * seconds["cuda"] / NEW, 3),
         }
         for kind in ("torch", "cuda"):
-            gap = regret(judge, tokens[kind], full_mask, prompt)
+            gap = regret(judge, tokens[kind], full_mask, prompt, tokenizer.eos_token_id)
             row[f"{kind}_float32_agrees"] = round(float((gap == 0).float().mean()), 4)
             row[f"{kind}_largest_regret"] = round(float(gap.max()), 4)
         row["text"] = tokenizer.decode(tokens["cuda"][0, prompt:])[:200]

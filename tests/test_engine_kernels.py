@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from ladder_residual.config import Wiring
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
-from ladder_residual.engine.gemm_ops import BatchTile, BatchTiles, GemmOps
+from ladder_residual.engine.gemm_ops import GemmOps
 from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
 from ladder_residual.engine.prefill_ops import PrefillOps
 from ladder_residual.engine.reducers import NoReducer
@@ -121,37 +121,19 @@ def test_sizes_that_do_not_fill_a_tile() -> None:
     )
 
 
-SMALL_TILE = BatchTile(rows=16, block_k=32, warps=1, stages=2)
-STREAMED = BatchTiles(*[SMALL_TILE] * 5)
-
-
-@pytest.mark.parametrize("made", [None, STREAMED], ids=["cublas", "streamed"])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
-def test_kernels_for_several_sequences(family: str, made: BatchTiles | None) -> None:
+@pytest.mark.parametrize("batch", [2])
+def test_kernels_for_several_sequences(family: str, batch: int) -> None:
     spec = EngineSpec.from_shape(shape(family))
     wiring = Wiring.parse("ladder", 2)
-    assert step_against_reference(spec, wiring, 2, 18, lambda *a: GemmOps(*a, tiles=made, pdl=0, splits=2)) < 2e-5
+    assert step_against_reference(spec, wiring, batch, 18, lambda *a: GemmOps(*a, pdl=0, splits=2)) < 2e-5
 
 
-@pytest.mark.parametrize("made", [None, STREAMED], ids=["cublas", "streamed"])
 @pytest.mark.parametrize("wiring", ["parallel", "desync-3x"])
-def test_wirings_with_several_sequences(wiring: str, made: BatchTiles | None) -> None:
+def test_wirings_with_several_sequences(wiring: str) -> None:
     spec = EngineSpec.from_shape(shape(num_heads=4, num_kv_heads=2))
-    worst = step_against_reference(
-        spec, Wiring.parse(wiring, 2), 3, 4, lambda *a: GemmOps(*a, tiles=made, pdl=0, splits=1), tp=2, rank=1
-    )
+    worst = step_against_reference(spec, Wiring.parse(wiring, 2), 2, 4, lambda *a: GemmOps(*a, pdl=0, splits=1), tp=2, rank=1)
     assert worst < 2e-5
-
-
-def test_streamed_projections_of_sizes_that_do_not_fill_a_tile() -> None:
-    spec = EngineSpec.from_shape(shape(hidden_size=72, intermediate_size=44, num_heads=3, num_kv_heads=1))
-    wiring = Wiring.parse("standard", 2)
-    assert step_against_reference(spec, wiring, 2, 9, lambda *a: GemmOps(*a, tiles=STREAMED, pdl=0, splits=1)) < 2e-5
-
-
-def test_a_batch_beyond_one_tensor_core_tile_is_left_to_cublas() -> None:
-    assert BatchTiles.candidates(16)
-    assert not BatchTiles.candidates(17)
 
 
 def test_default_tiles_fit_every_preset() -> None:

@@ -20,7 +20,6 @@ from ladder_residual.engine import (
     random_weights,
     stack_weights,
 )
-from ladder_residual.engine.gemm_ops import BatchTiles
 from ladder_residual.presets import ModelShape
 
 try:
@@ -57,14 +56,14 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def worst_error(
-    shape, wiring, *, batch=1, context=96, schedule="auto", link="none", tp=2, dtype=torch.bfloat16, steps=4, tiles="auto"
+    shape, wiring, *, batch=1, context=96, schedule="auto", link="none", tp=2, dtype=torch.bfloat16, steps=4
 ) -> float:
     spec = EngineSpec.from_shape(shape)
     layers = shape.num_layers
     weights = stack_weights(spec, RankSizes.of(shape, tp, 0), random_weights(spec, tp, 0, dtype, "cuda"))
     engine = DecodeEngine(
         spec, Wiring.parse(wiring, layers), weights, tp=tp, reducer="emulated" if tp > 1 else "none", link=parse_link(link),
-        batch=batch, max_context=context + steps + 1, schedule=schedule, tiles=tiles,
+        batch=batch, max_context=context + steps + 1, schedule=schedule,
     )  # fmt: skip
     reference = ReferenceDecoder(spec, Wiring.parse(wiring, layers), [weights], tp=tp)
     tokens = torch.randint(0, RankSizes.of(shape, tp, 0).vocab_rows, (batch, context + steps), device="cuda")
@@ -102,14 +101,6 @@ def test_long_contexts(context: int) -> None:
     """Two heads and two layers, because the slow twin keeps all scores of a 32k prompt."""
     few = ModelShape(**{**SHAPE.to_dict(), "num_heads": 2, "num_kv_heads": 1, "num_layers": 2})
     assert worst_error(few, "ladder", context=context, tp=1) <= TOLERANCE
-
-
-@parametrize("batch", [2, 7, 16])
-@parametrize("candidate", range(len(BatchTiles.candidates(16))))
-@parametrize("wiring", ["ladder", "parallel", "desync-2x"])
-def test_streamed_projections(batch: int, candidate: int, wiring: str) -> None:
-    made = BatchTiles.candidates(batch)[candidate]
-    assert worst_error(SHAPE, wiring, batch=batch, tiles=made) <= TOLERANCE
 
 
 @parametrize("family", ["qwen2", "qwen3", "mistral"])

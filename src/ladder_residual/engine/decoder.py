@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from ..config import Wiring
 from .cache import KVCache
 from .emulate import Link
 from .execute import Executor, Ops
-from .gemm_ops import BatchTiles, GemmOps
+from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
 from .multiprocessors import products_leave
 from .prefill_ops import PrefillOps
@@ -33,7 +33,6 @@ from .weights import RankWeights, stack_weights
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_BATCH = 256
-Tiles = GemvTiles | BatchTiles | None  # None: cuBLAS
 
 
 class DecodeEngine:
@@ -43,7 +42,7 @@ class DecodeEngine:
     def __init__(
         self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
-        max_context: int = 2048, schedule: str = "auto", pdl: int = 1, tiles: Tiles | Literal["auto"] = "auto", release: bool = False,
+        max_context: int = 2048, schedule: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None, release: bool = False,
         stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
@@ -144,10 +143,10 @@ class DecodeEngine:
 
     # ---- making ----------------------------------------------------------------------------------------------------
 
-    def _ops(self, tiles: Tiles) -> Ops:
-        if isinstance(tiles, GemvTiles):
+    def _ops(self, tiles: GemvTiles | None) -> Ops:
+        if tiles is not None:
             return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
-        return GemmOps(self.spec, self.sizes, self.weights, self.cache, tiles=tiles, pdl=self._pdl)
+        return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
 
     def _executor(self, plan: Plan, ops: Ops, rows: int, *, prefill: bool = False) -> Executor:
         reducer, priorities = self.reducer, self._priorities
@@ -165,11 +164,9 @@ class DecodeEngine:
     def _choose(self, schedule: str) -> int:
         """Capture every candidate (lanes and tiles), time each where there is a choice, and keep the fastest."""
         lanes = {"one": [1], "two": [2], "auto": [1, 2] if can_run_two_lanes(self.wiring) else [1]}[schedule]
-        tiles: list[Tiles] = [None, *BatchTiles.candidates(self.batch)]
+        tiles: list[GemvTiles | None] = [None]
         if self.batch == 1:
-            tiles = [*GemvTiles.candidates(self.sizes, self.max_context)]
-        if self._tiles != "auto":
-            tiles = [self._tiles]
+            tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
         best: tuple[float, int] | None = None
         if len(lanes) * len(tiles) > 1:
             self.reset(min(1024, self.max_context // 2), random_context=True)
@@ -210,15 +207,14 @@ class DecodeEngine:
             times.append(start.elapsed_time(end))
         return times[2:]
 
-    def _capture(self, plan: Plan, tiles: Tiles) -> tuple[torch.cuda.CUDAGraph, Executor]:
+    def _capture(self, plan: Plan, tiles: GemvTiles | None) -> tuple[torch.cuda.CUDAGraph, Executor]:
         from .kernels_small import step_positions
 
         executor = self._executor(plan, self._ops(tiles), rows=self.batch)
         pad = 1 << (self.batch - 1).bit_length()
 
         def step() -> None:
-            with products_leave(self._leave_beside(plan), self.device):
-                executor.run(self._tokens, self._logits)
+            executor.run(self._tokens, self._logits)
             step_positions[(1,)](self.cache.positions, self.batch, BLOCK=pad, num_warps=1)
 
         side = torch.cuda.Stream(self.device)
@@ -234,7 +230,8 @@ class DecodeEngine:
         return graph, executor
 
     def _leave_beside(self, plan: Plan) -> int:
-        """Multiprocessors that products leave to a sum: none unless some run at the same time."""
+        """Multiprocessors that a prompt's products leave to a sum: none unless some run at the same time. (Products of a decode
+        step are bound by memory and end on time either way: measured, no gain.)"""
         return self._leave if plan.lanes == 1 and any(step.reduce and plan.in_flight(step) for step in plan.steps) else 0
 
     def _check_batch(self, batch: int) -> None:
