@@ -137,6 +137,9 @@ def bench_train(
     tp: Ranks = 2,
     batch: Annotated[int, typer.Option(help="Rows of a step.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
+    vocabulary: Annotated[
+        int | None, typer.Option(help="Another vocabulary than the shape's: the head costs the same under every wiring.")
+    ] = None,
     wirings: Wirings = "standard,ladder",
     links: Annotated[
         str,
@@ -155,6 +158,7 @@ def bench_train(
     from .train import bench_train as run
 
     shape: dict[str, Any] = {"model": model, "layers": layers, "tp": tp or 1, "batch": batch, "sequence": sequence}
+    shape["vocabulary"] = vocabulary
     with distributed(device) as world:
         result = run(world, **shape, wirings=names, links=parts, repeats=repeats, dtype=dtype, compiled=compiled)
         _print_result(result if world.is_main else None)

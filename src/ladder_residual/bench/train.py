@@ -116,6 +116,7 @@ def bench_train(
     repeats: int,
     dtype: str = "float32",
     compiled: bool = False,
+    vocabulary: int | None = None,
 ) -> dict[str, Any]:
     """``links``: latencies on CPU ranks (``1ms``), emulated links on a GPU (``h200-nccl``, ``500us``)."""
     if repeats < 3:
@@ -123,7 +124,7 @@ def bench_train(
     if "parallel" in wirings:
         raise ValueError("parallel needs weights of its own; here all wirings share one model: leave it out")
     shape = ModelShape.from_name(model)
-    shape = replace(shape, num_layers=layers) if layers else shape
+    shape = replace(shape, num_layers=layers or shape.num_layers, vocab_size=vocabulary or shape.vocab_size)
     emulated = world.device.type == "cuda"
     place = replace(world, rank=0, size=tp) if emulated else world
     if place.size < 2:
@@ -141,6 +142,7 @@ def bench_train(
         "benchmark": "train",
         "model": model,
         "layers": shape.num_layers,
+        "vocabulary": shape.vocab_size,
         "tp": place.size,
         "emulated": emulated,
         "batch": batch,

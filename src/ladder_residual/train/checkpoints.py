@@ -20,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from .building import NextToken
 from .layout import Layout
@@ -111,12 +112,12 @@ class Checkpoints:
                 os.replace(temporary, final)
                 _sync_directory(self.directory)
                 self._retire()
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # gives the space back as well
             newest = self.newest()
             rest = f"the newest good checkpoint is {newest}" if newest else "there is no earlier checkpoint"
-            raise SaveFailed(f"could not save step {step} to {final}: {_reason(error)}; {rest}") from error
+            raise SaveFailed(f"could not save step {step} to {final}: {_reason(error, self.directory)}; {rest}") from error
 
     def _retire(self) -> None:
         for old in self.found()[: -self.keep]:
@@ -225,10 +226,17 @@ def _sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def _reason(error: BaseException) -> str:
-    """The cause at the bottom of what the checkpoint library wraps around it."""
+def _reason(error: BaseException, directory: Path) -> str:
+    """The cause at the bottom of what the checkpoint library wraps around it. Its archive writer answers a failed write with a
+    complaint about positions; the operating system's own words are one level further down, if they are there at all."""
     failures = getattr(error, "failures", None)
     if failures:
         inner = next(iter(failures.values()))
         error = inner[0] if isinstance(inner, tuple) else inner
-    return f"{error}".strip().splitlines()[-1] if f"{error}".strip() else type(error).__name__
+    at: BaseException | None = error
+    while at is not None and not isinstance(at, OSError):
+        at = at.__cause__ or at.__context__
+    words = str(at or error).strip().splitlines()
+    reason = words[-1] if words else type(error).__name__
+    free = shutil.disk_usage(directory).free
+    return f"{reason} ({free / 2**20:,.0f} MiB are free there)" if at is None or free < 1 << 30 else reason

@@ -31,6 +31,7 @@ class Seconds(NamedTuple):
     compute: float
     tensor: float  # sums of tensor parallelism that nothing hides
     tensor_hidden: float
+    contention: float  # what compute loses while hidden sums run beside it
     data: float  # gathering weights and spreading gradients, where compute does not hide it
 
 
@@ -48,7 +49,7 @@ def estimate(
     hardware = shipped()
     chosen = hardware.device(device)
     seconds = _seconds(recipe, shape, dp, rows, micro, chosen, hardware.link(link, chosen), hardware.link(network, chosen))
-    step = seconds.compute + seconds.tensor + seconds.data
+    step = seconds.compute + seconds.tensor + seconds.contention + seconds.data
     memory = _memory(recipe, shape, dp, micro, accumulated=rows > micro)
     flops = flops_per_token(shape, recipe.data.sequence) * recipe.tokens_per_step
     return {
@@ -105,7 +106,7 @@ def _seconds(
         gathers = (2 if forwards >= 1 else 1) * forwards * network.us(share * low, dp) / 2
         scatter = network.us(share * FULL, dp) / 2
         data = max(0.0, (gathers + scatter) * 1e-6 - compute)
-    return Seconds(compute, tensor, hidden, data)
+    return Seconds(compute, tensor, hidden, hidden * link.flop_contention, data)
 
 
 def _sums(recipe: Recipe, one: float, module: float) -> tuple[float, float]:
@@ -170,7 +171,8 @@ def to_text(plan: dict[str, Any]) -> str:
         f"memory    {plan['memory_total_gb']:.1f} of {plan['device_memory_gb']:.0f} GB a rank{warning}",
         f"          ({memory})",
         f"step      {1e3 * plan['step_seconds']:,.0f} ms on {plan['device']} {links}: compute {step['compute']:,.0f}; sums of tensor "
-        f"parallelism {step['tensor']:,.0f} exposed, {step['tensor_hidden']:,.0f} hidden; data parallelism {step['data']:,.0f} exposed",
+        f"parallelism {step['tensor']:,.0f} exposed, {step['tensor_hidden']:,.0f} hidden at {step['contention']:,.0f} of contention; "
+        f"data parallelism {step['data']:,.0f} exposed",
         f"speed     {plan['tokens_per_s']:,.0f} tokens/s, MFU {plan['mfu']:.0%}",
         f"time      {plan['hours']:,.1f} h, {plan['device_hours']:,.0f} device hours (planned, not measured)",
     ]

@@ -1,0 +1,229 @@
+"""Training on real processes: every layout takes the same steps, and nothing that happens to a run changes them."""
+
+import json
+import math
+import resource
+import shutil
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import tiny_training
+from ladder_residual.train import loop as loop_module
+from ladder_residual.train.checkpoints import SaveFailed, complete_checkpoints
+from ladder_residual.train.export import export
+from ladder_residual.train.loop import Diverged, train
+from ladder_residual.train.recipe import Recipe
+from ranks import run_on_ranks
+from tiny_training import steps_logged, tiny_corpus, tiny_recipe, train_and_kill, train_on_ranks, trained_losses
+
+LAYOUTS = {"tp2": (2, 2), "dp2": (2, 1), "dp2 x tp2": (4, 2)}  # ranks, tp
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    return tiny_corpus(tmp_path_factory.mktemp("data") / "corpus")
+
+
+@pytest.fixture(scope="module")
+def alone(corpus, tmp_path_factory):
+    """The runs on one process that all others are compared with: {wiring: directory}."""
+    directories = {}
+    for wiring in ("standard", "ladder"):
+        directories[wiring] = tmp_path_factory.mktemp("alone") / wiring
+        train(Recipe.from_dict(tiny_recipe(corpus, directories[wiring], wiring, checkpoint=dict(every=8, keep=9))), quiet=True)
+    return directories
+
+
+def check_same(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for step, (loss, norm) in expected.items():
+        assert found[step][0] == pytest.approx(loss, rel=tolerance), step
+        assert found[step][1] == pytest.approx(norm, rel=20 * tolerance), step  # the norm magnifies what the loss rounds
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_take_the_same_steps(layout, corpus, alone, tmp_path):
+    ranks, tp = LAYOUTS[layout]
+    documents = [tiny_recipe(corpus, tmp_path / wiring, wiring, parallel=dict(tp=tp)) for wiring in alone]
+    results = run_on_ranks(ranks, train_on_ranks, documents)[0]
+    for (wiring, reference), result in zip(alone.items(), results, strict=True):
+        losses = trained_losses(reference)
+        assert len(losses) == 20
+        assert losses[20][0] < losses[1][0] - 0.5  # something was learnt, so that equal losses mean something
+        check_same(trained_losses(tmp_path / wiring), losses, 1e-5)
+        # The last events of a log: evaluation and checkpoint.
+        valid = [json.loads(line) for line in (reference / "log.jsonl").read_text().splitlines() if '"valid"' in line]
+        assert result["valid"]["loss"] == pytest.approx(valid[-1]["loss"], rel=1e-5)
+
+
+def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(corpus, alone, tmp_path):
+    document = tiny_recipe(corpus, tmp_path, checkpoint=dict(every=3))
+    killed_while = []
+    for moment in (
+        lambda: steps_logged(tmp_path) >= 5,  # between two checkpoints
+        lambda: steps_logged(tmp_path) >= 8 and any((tmp_path / "checkpoints").glob("*.tmp/*")),  # in the middle of one
+    ):
+        killed_while.append(train_and_kill(document, moment))
+    assert killed_while == [-9, -9]
+    assert complete_checkpoints(tmp_path / "checkpoints")
+    train(Recipe.from_dict(document), quiet=True)
+    assert trained_losses(tmp_path) == trained_losses(alone["ladder"])
+
+
+@pytest.mark.slow
+def test_killed_again_and_again(corpus, alone, tmp_path):
+    generator = torch.Generator().manual_seed(0)
+    document = tiny_recipe(corpus, tmp_path, checkpoint=dict(every=1))
+    for target in range(2, 20):
+        delay = int(torch.randint(0, 400, (), generator=generator))
+        calls = iter(range(10**9))
+        started = []
+
+        def late(target=target, delay=delay, calls=calls, started=started):
+            if steps_logged(tmp_path) >= target:
+                started.append(next(calls))
+            return len(started) > delay
+
+        train_and_kill(document, late)
+    train(Recipe.from_dict(document), quiet=True)
+    assert trained_losses(tmp_path) == trained_losses(alone["ladder"])
+
+
+@pytest.mark.parametrize(("layout", "wiring"), [("tp2", "ladder"), ("dp2", "standard"), ("dp2 x tp2", "ladder")])
+def test_a_run_goes_on_with_other_ranks_and_back(layout, wiring, corpus, alone, tmp_path):
+    ranks, tp = LAYOUTS[layout]
+    shutil.copytree(alone[wiring], tmp_path / "run")
+    for later in complete_checkpoints(tmp_path / "run" / "checkpoints")[1:]:
+        shutil.rmtree(later)
+    document = tiny_recipe(corpus, tmp_path / "run", wiring, parallel=dict(tp=tp), checkpoint=dict(every=8, keep=9))
+    result = run_on_ranks(ranks, train_on_ranks, [document])[0][0]
+    assert "step 8, written by dp 1 x tp 1" in result["messages"][0]
+    check_same(trained_losses(tmp_path / "run"), trained_losses(alone[wiring]), 1e-5)
+    # And back on one process, from the checkpoint the ranks wrote at step 16.
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step-00000020")
+    train(Recipe.from_dict(tiny_recipe(corpus, tmp_path / "run", wiring)), quiet=True)
+    check_same(trained_losses(tmp_path / "run"), trained_losses(alone[wiring]), 1e-5)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "gone", "manifest"])
+def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(damage, corpus, alone, tmp_path, capsys):
+    shutil.copytree(alone["ladder"], tmp_path / "run")
+    newest = complete_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    file = newest / "__0_0.distcp"
+    if damage == "cut":
+        file.write_bytes(file.read_bytes()[:-1000])
+    elif damage == "changed":
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+    elif damage == "gone":
+        file.unlink()
+    else:
+        (newest / "complete.json").write_text("{")
+    train(Recipe.from_dict(tiny_recipe(corpus, tmp_path / "run")))
+    said = " ".join(capsys.readouterr().err.split())
+    expected = {
+        "cut": "bytes instead of",
+        "changed": "the checksum of __0_0.distcp is wrong",
+        "gone": "__0_0.distcp is missing",
+        "manifest": "complete.json cannot be read",
+    }
+    assert "step-00000020 is damaged" in said
+    assert expected[damage] in said
+    assert "step-00000016 (step 16" in said
+    assert trained_losses(tmp_path / "run") == trained_losses(alone["ladder"])
+
+
+def test_a_full_disk_leaves_the_older_checkpoint(corpus, tmp_path):
+    document = tiny_recipe(corpus, tmp_path, run=dict(steps=4, precision="fp32", device="cpu"), checkpoint=dict(every=2))
+    train(Recipe.from_dict(document), quiet=True, stop_after=2)
+    before = complete_checkpoints(tmp_path / "checkpoints")
+    assert len(before) == 1
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))  # no file may grow beyond this: as on a full disk
+    try:
+        with pytest.raises(
+            SaveFailed, match="could not save step 4 .*File too large.*newest good checkpoint is .*step-00000002"
+        ):
+            train(Recipe.from_dict(document), quiet=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert complete_checkpoints(tmp_path / "checkpoints") == before
+    assert not list((tmp_path / "checkpoints").glob("*.tmp"))
+    train(Recipe.from_dict(document), quiet=True)  # with space again it goes on
+
+
+def test_a_loss_that_is_no_number_stops_the_run(corpus, tmp_path, monkeypatch):
+    share = loop_module.lr_share
+    monkeypatch.setattr(loop_module, "lr_share", lambda step, *rest: math.nan if step == 4 else share(step, *rest))
+    document = tiny_recipe(corpus, tmp_path, checkpoint=dict(every=2), log=dict(every=5, tensorboard=False))
+    with pytest.raises(Diverged, match=r"step 6: loss nan, .*step-00000004, is from before"):
+        train(Recipe.from_dict(document), quiet=True)
+    assert [path.name for path in complete_checkpoints(tmp_path / "checkpoints")] == ["step-00000002", "step-00000004"]
+
+
+def test_an_export_is_a_hugging_face_checkpoint(corpus, alone, tmp_path):
+    export(alone["ladder"], tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert type(model).__name__ == "LadderLlamaForCausalLM"
+    assert model.wiring.spec == "ladder"
+    rows = loop_module.open_rows(Recipe.from_dict(tiny_recipe(corpus, tmp_path)), str(corpus), "data.valid", shuffle=False)
+    batch = rows.batch(0, 6)
+    with torch.no_grad():
+        loss = model(**batch).loss.item()
+    valid = [json.loads(line) for line in (alone["ladder"] / "log.jsonl").read_text().splitlines() if '"valid"' in line]
+    assert loss == pytest.approx(valid[-1]["loss"], rel=1e-5)
+    with pytest.raises(ValueError, match="exists; choose another directory"):
+        export(alone["ladder"], tmp_path / "out")
+    with pytest.raises(ValueError, match="holds no good checkpoint"):
+        export(tmp_path, tmp_path / "other")
+
+
+@pytest.mark.parametrize("wiring", ["parallel", "ladder:last-1", "desync-2x", "delayed-1"])
+def test_other_wirings_train_and_say_what_they_are(wiring, corpus, tmp_path):
+    ranks = 2 if wiring.startswith("de") else 1
+    document = tiny_recipe(
+        corpus,
+        tmp_path / "run",
+        wiring,
+        model=tiny_training.MODEL | {"wiring": wiring, "num_kv_heads": 2},
+        parallel=dict(emulate_ranks=ranks),
+    )
+    train(Recipe.from_dict(document), quiet=True)
+    losses = trained_losses(tmp_path / "run")
+    assert losses[20][0] < losses[1][0] - 0.5
+    export(tmp_path / "run", tmp_path / "out")
+    spec = json.loads((tmp_path / "out" / "config.json").read_text())["wiring"]
+    assert spec == {"ladder:last-1": "ladder:2"}.get(wiring, wiring) + ("@2" if ranks == 2 else "")
+
+
+def test_emulated_ranks_take_the_steps_of_real_ones(corpus, tmp_path):
+    model, short = tiny_training.MODEL | {"num_kv_heads": 2}, dict(steps=6, precision="fp32", device="cpu")
+    wirings = ["desync-2x", "delayed-1", "ladder"]
+    real = [
+        tiny_recipe(corpus, tmp_path / "real" / wiring, model=model | {"wiring": wiring}, parallel=dict(tp=2), run=short)
+        for wiring in wirings
+    ]
+    run_on_ranks(2, train_on_ranks, real)
+    for wiring in wirings:
+        directory = tmp_path / "emulated" / wiring
+        document = tiny_recipe(corpus, directory, model=model | {"wiring": wiring}, parallel=dict(emulate_ranks=2), run=short)
+        train(Recipe.from_dict(document), quiet=True)
+        check_same(trained_losses(directory), trained_losses(tmp_path / "real" / wiring), 2e-5)
+
+
+def test_what_cannot_be_trained_is_refused(corpus, tmp_path):
+    def refused(message, **changes):
+        with pytest.raises(ValueError, match=message):
+            train(Recipe.from_dict(tiny_recipe(corpus, tmp_path, **changes)), quiet=True)
+
+    refused("data.train: .* has no index.json", data=dict(train=str(tmp_path / "none")))
+    refused("vocabulary of 512, but model.vocab_size is 300", model=tiny_training.MODEL | {"vocab_size": 300})
+    refused(r"parallel\.tp 2 does not fit", parallel=dict(tp=2))
+    refused("micro_rows 3 does not divide the 8 rows", batch=dict(rows=8, micro_rows=3))
+    train(Recipe.from_dict(tiny_recipe(corpus, tmp_path, run=dict(steps=2, precision="fp32", device="cpu"))), quiet=True)
+    refused("was trained with optimizer.lr = 0.01, this recipe says 0.1", optimizer=dict(lr=0.1, warmup=0))
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(Recipe.from_dict(tiny_recipe(corpus, tmp_path)), quiet=True, resume="never")
