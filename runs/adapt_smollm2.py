@@ -13,9 +13,13 @@ own samples, drawn here first; WikiText-2 is measured on and never trained on.
 from __future__ import annotations
 
 import argparse
+import gzip
 import json
+import shutil
+import subprocess
+import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +30,7 @@ from ladder_residual.adapt.objective import detach
 from ladder_residual.adapt.rows import LEARN, MixedRows, RowStore
 from ladder_residual.adapt.run import Curve, build_trainer, load_models, save_result
 from ladder_residual.adapt.settings import Settings, Source
-from ladder_residual.model import rewire
+from ladder_residual.model import EAGER, decoder_layers, rewire
 from ladder_residual.parallel import World, distributed
 
 ROWS = 32  # of a step
@@ -39,7 +43,9 @@ START = time.monotonic()
 class Bench:
     """One student and one teacher, compiled once and used by every run: weights and wiring are put back in between."""
 
-    def __init__(self, model: Path, rows: Path, work: Path, out: Path, world: World, name: str, compile: bool = True) -> None:
+    def __init__(
+        self, model: Path, rows: Path, work: Path, out: Path, world: World, name: str, compile: bool, graphs: bool
+    ) -> None:
         self.model, self.work, self.out, self.world = model, work, out, world
         work.mkdir(parents=True, exist_ok=True)
         out.mkdir(parents=True, exist_ok=True)
@@ -47,18 +53,21 @@ class Bench:
         self.stores = {
             path.name.removesuffix(".npy"): load_rows(path) for path in rows.glob("*.npy") if ".use" not in path.name
         }
-        self.compile = compile
+        self.compile, self.graphs = compile, graphs and world.device.type == "cuda"
         self.sequence = next(iter(self.stores.values())).ids.shape[1]
         self.layers = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
         self.record: dict[str, Any] = {"benchmark": f"adapt {name}", "model": MODEL, **conditions(world), "runs": []}
+        self.kept = work / f"{name}.json"  # a second call goes on where the first ended
+        if self.kept.exists():
+            self.record = json.loads(self.kept.read_text(encoding="utf-8"))
 
     def draw_samples(self, tokens: int, batch: int, length: int) -> None:
         """The model's own samples: begun like documents with a random word, and chats it holds with itself."""
-        for name, seed, amount in (("samples", 0, tokens), ("samples_heldout", 10_000, 1)):
-            path = self.work / f"{name}.npy"
+        for name, seed, amount, side in (("samples", 0, tokens, batch), ("samples_heldout", 10_000, 1, max(64, batch // 8))):
+            path = self.work / f"{name}-{amount}.npy"
             if not path.exists():
                 self.record[f"drawing {name}"] = sample_rows(
-                    self.model, path, self.world, amount, batch, length, seed, self.sequence
+                    self.model, path, self.world, amount, side, length, seed, self.sequence
                 )
             self.stores[name] = load_rows(path)
             self.log(f"{name}: {len(self.stores[name]):,} rows; {self.record.get(f'drawing {name}')}")
@@ -74,8 +83,21 @@ class Bench:
         began = time.monotonic()
         settings = self.settings("ladder", tokens=self.sequence * ROWS)
         self.models = load_models(settings, self.world)
+        self.compute = decoder_layers(self.models.student)[0].compute
         self.original = {name: tensor.detach().clone() for name, tensor in self.models.student.state_dict().items()}
         self.log(f"models loaded in {time.monotonic() - began:.1f} s")
+
+    def measure_original(self) -> None:
+        """The unchanged model on the held-out texts: what healing aims at."""
+        if "original" in self.record:
+            return
+        rewire(self.models.student, "standard")
+        settings = self.settings("standard", tokens=ROWS * self.sequence)
+        rows = MixedRows([self.stores["books"]], [1.0], rows=ROWS)
+        trainer = build_trainer(settings, self.world, self.models, rows, self.work, self.log)
+        self.record["original"] = {text: trainer.measure(self.stores[text], 256) for text in HELDOUT}
+        detach(self.models.student)
+        self.log(f"original: {self.record['original']}")
 
     def settings(self, wiring: str, **changes: Any) -> Settings:
         defaults: dict[str, Any] = dict(
@@ -86,6 +108,7 @@ class Bench:
             sequence=self.sequence,
             batch_tokens=ROWS * self.sequence,
             compile=self.compile,
+            graphs=self.graphs,
             evaluate_tokens=2 * ROWS * self.sequence,
             progress=False,
             log_every=20,
@@ -93,10 +116,22 @@ class Bench:
         return Settings(**defaults | changes)
 
     def run(
-        self, name: str, wiring: str, *, points: int = 6, keep: bool = False, final_rows: int = 256, **changes: Any
+        self,
+        name: str,
+        wiring: str,
+        *,
+        points: int = 6,
+        keep: bool = False,
+        eager: bool = False,
+        final_rows: int = 256,
+        **changes: Any,
     ) -> dict[str, Any]:
         settings = self.settings(wiring, **changes)
         student = self.models.student
+        for layer in decoder_layers(student):
+            layer.compute = EAGER if eager else self.compute
+        if eager:
+            settings = replace(settings, graphs=False)
         detach(student)
         student.load_state_dict(self.original)
         rewire(student, wiring)
@@ -107,7 +142,7 @@ class Bench:
             seed=settings.seed,
         )
         steps = len(rows) // settings.rows_per_step
-        settings = Settings(**asdict_shallow(settings) | {"evaluate_every": max(1, steps // points)})
+        settings = replace(settings, evaluate_every=max(1, steps // points))
         folder = self.work / "runs" / name
         folder.mkdir(parents=True, exist_ok=True)
         torch.cuda.reset_peak_memory_stats() if self.world.device.type == "cuda" else None
@@ -137,7 +172,8 @@ class Bench:
             "problem": problem,
         }
         if keep and not problem:
-            target = self.work / name
+            target = self.work / "healed" / name
+            shutil.rmtree(target, ignore_errors=True)
             save_result(trainer, settings, target, self.world)
             result["weights"] = str(target)
         detach(student)
@@ -146,10 +182,14 @@ class Bench:
         self.log(f"{name}: {result['tokens']:,} tokens, {result['tokens_per_second']:,.0f}/s, {brief(result)}")
         return result
 
+    def done(self, name: str) -> bool:
+        return any(run["name"] == name for run in self.record["runs"])
+
     def write(self) -> None:
-        scratch = self.file.with_suffix(".tmp")
-        scratch.write_text(json.dumps(self.record) + "\n", encoding="utf-8")
-        scratch.rename(self.file)
+        for path in (self.file, self.kept):
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text(json.dumps(self.record) + "\n", encoding="utf-8")
+            scratch.rename(path)
 
     def log(self, line: str) -> None:
         print(f"[{time.monotonic() - START:6.1f}] {line}", flush=True)
@@ -181,10 +221,6 @@ class Clock:
         return Timing()
 
 
-def asdict_shallow(settings: Settings) -> dict[str, Any]:
-    return {name: getattr(settings, name) for name in settings.__dataclass_fields__}
-
-
 def brief(result: dict[str, Any]) -> str:
     if result["problem"]:
         return result["problem"]
@@ -197,7 +233,9 @@ def brief(result: dict[str, Any]) -> str:
 def load_rows(path: Path) -> RowStore:
     ids = np.load(path)
     use = path.with_name(path.name.removesuffix(".npy") + ".use.npy")
-    return RowStore(ids, np.load(use) if use.exists() else np.full(ids.shape, LEARN, np.uint8))
+    if use.exists():
+        return RowStore(ids, np.load(use), padded=True)
+    return RowStore(ids, np.full(ids.shape, LEARN, np.uint8))
 
 
 def sample_rows(
@@ -241,40 +279,177 @@ def pilot(bench: Bench, seconds: float, million: int, batch: int, length: int) -
     """Speed, memory, and learning rates, most informative first."""
     bench.draw_samples(1, batch=batch, length=length)
     bench.load()
-    half = bench.last(1 / 2)
-    bench.run("speed, last 15", half, tokens=1 * million, learning_rate=6e-4, points=1)
-    all_probes = dict(tokens=2 * million, points=2, warmup=0.05)
+    bench.measure_original()
+    half, most = bench.last(1 / 2), bench.last(2 / 3)
+    bench.run("speed, last 15", half, tokens=3 * million // 2, learning_rate=1e-3, optimizer="muon", points=1)
+    muon = dict(optimizer="muon", tokens=2 * million, points=1, warmup=0.05)
+    hidden = dict(hidden_weight=1.0, hidden_share=0.8)
+    calm = dict(other_rate=0.2)
+    stages = dict(stages=bench.stages((0.4, 0.3, 0.2, 0.14, 0.07, 0.04)), stages_share=0.5)
     probes = [
-        ("all, adamw 1e-3", "ladder", dict(learning_rate=1e-3) | all_probes),
-        ("all, muon 2e-3", "ladder", dict(learning_rate=2e-3, optimizer="muon") | all_probes),
+        ("all, 5e-3, hidden", "ladder", muon | hidden | calm | dict(learning_rate=5e-3)),
+        ("all, 1e-2, hidden", "ladder", muon | hidden | calm | dict(learning_rate=1e-2)),
+        ("15, 1e-3, hidden", half, muon | hidden | calm | dict(learning_rate=1e-3)),
+        ("15, 3e-3, hidden", half, muon | hidden | calm | dict(learning_rate=3e-3)),
+        ("15, 1e-3", half, muon | calm | dict(learning_rate=1e-3)),
+        ("all, 5e-3, hidden 3", "ladder", muon | calm | dict(learning_rate=5e-3, hidden_weight=3.0, hidden_share=0.8)),
+        ("all, 5e-3, hidden, other 1", "ladder", muon | hidden | dict(learning_rate=5e-3)),
+        ("20, 3e-3, hidden", most, muon | hidden | calm | dict(learning_rate=3e-3)),
         (
-            "all, muon 2e-3, hidden 1",
+            "all, 5e-3, hidden, 16 rows",
             "ladder",
-            dict(learning_rate=2e-3, optimizer="muon", hidden_weight=1.0, hidden_share=0.8) | all_probes,
+            muon | hidden | calm | dict(learning_rate=5e-3, batch_tokens=bench.sequence * ROWS // 2),
         ),
-        ("all, muon 5e-3", "ladder", dict(learning_rate=5e-3, optimizer="muon") | all_probes),
-        (
-            "all, muon 2e-3, 16k",
-            "ladder",
-            dict(learning_rate=2e-3, optimizer="muon", batch_tokens=bench.sequence * ROWS // 2) | all_probes,
-        ),
-        ("all, adamw 2e-3", "ladder", dict(learning_rate=2e-3) | all_probes),
-        ("15, muon 5e-4", half, dict(learning_rate=5e-4, optimizer="muon") | all_probes),
-        ("15, muon 1.5e-3", half, dict(learning_rate=1.5e-3, optimizer="muon") | all_probes),
-        ("15, adamw 6e-4", half, dict(learning_rate=6e-4) | all_probes),
-        (
-            "all, muon 2e-3, stages",
-            "ladder",
-            dict(learning_rate=2e-3, optimizer="muon", stages=bench.stages((0.4, 0.3, 0.2, 0.14, 0.07, 0.04)), stages_share=0.6)
-            | all_probes,
-        ),
-        ("all, adamw 1e-3, hidden 1", "ladder", dict(learning_rate=1e-3, hidden_weight=1.0, hidden_share=0.8) | all_probes),
+        ("all, adamw 2e-3, hidden", "ladder", muon | hidden | dict(learning_rate=2e-3, optimizer="adamw")),
+        ("15, adamw 1e-3, hidden", half, muon | hidden | dict(learning_rate=1e-3, optimizer="adamw")),
+        ("all, 2e-2, hidden", "ladder", muon | hidden | calm | dict(learning_rate=2e-2)),
+        ("all, 5e-3, hidden, stages", "ladder", muon | hidden | calm | stages | dict(learning_rate=5e-3)),
     ]
     for name, wiring, changes in probes:
         if time.monotonic() - START > seconds:
             bench.log(f"no time for {name} and what follows")
             break
         bench.run(name, wiring, final_rows=64, **changes)
+
+
+# Learning rates and optimizer as the pilot found them (results/adapt/pilot.json).
+HALF = dict(learning_rate=6e-4, optimizer="muon")
+ALL = dict(learning_rate=2e-3, optimizer="muon", hidden_weight=1.0, hidden_share=0.6)
+SFT = dict(method="sft", learning_rate=1e-4)
+
+
+def heal(bench: Bench, seconds: float, million: int, batch: int, length: int, requests: Path | None) -> None:
+    """The runs of the document, most important first."""
+    half, most = bench.last(1 / 2), bench.last(2 / 3)
+    bench.draw_samples(6 * million, batch=batch, length=length)
+    bench.load()
+    bench.measure_original()
+    if "selection" not in bench.record:
+        bench.record["selection"] = selection(bench)
+        bench.write()
+    chosen = "ladder:" + ",".join(map(str, bench.record["selection"]["chosen"][bench.layers // 2 - 1]["layers"]))
+    stages = bench.stages((1 / 2, 0.4, 0.3, 0.2, 0.13, 0.07, 0.04))
+    evenly = dict(tokens=8 * million, points=4)
+    plan: list[tuple[str, str, dict[str, Any]]] = [
+        ("distill 15", half, HALF | dict(tokens=20 * million, points=10, keep=True)),
+        ("distill 20", most, HALF | dict(tokens=20 * million, points=10, keep=True)),
+        ("distill 30", "ladder", ALL | dict(tokens=45 * million, points=12, keep=True)),
+        ("sft 15, 8M", half, SFT | evenly | dict(keep=True)),
+        ("control sft, 8M", "standard", SFT | evenly | dict(keep=True)),
+        ("distill 15, 8M", half, HALF | evenly | dict(keep=True)),
+        ("distill 30, 8M", "ladder", ALL | evenly),
+        ("progressive 30, 8M", "ladder", ALL | evenly | dict(stages=stages, stages_share=0.5)),
+        ("sft 30, 8M", "ladder", ALL | dict(method="sft", hidden_weight=0.0) | evenly),
+        ("distill 15 chosen, 8M", chosen, HALF | evenly),
+        ("distill 15, 8M, seed 1", half, HALF | evenly | dict(seed=1)),
+        ("distill 15, 8M, seed 2", half, HALF | evenly | dict(seed=2)),
+        ("distill 30 without hidden states, 8M", "ladder", ALL | dict(hidden_weight=0.0) | evenly),
+        ("lora 15, 4M", half, dict(method="lora", learning_rate=1e-3, tokens=4 * million, points=4, eager=True)),
+    ]
+    scored = Scoring(bench, requests)
+    scored.model("original", bench.model, "standard")
+    for share, wiring in (("15", half), ("20", most), ("30", "ladder")):
+        scored.model(f"zero-shot {share}", bench.model, wiring)
+    rate = 200_000.0
+    for name, wiring, changes in plan:
+        if bench.done(name):
+            continue
+        needed = changes["tokens"] / rate + 10
+        if time.monotonic() - START + needed > seconds:
+            bench.log(f"no time for {name} ({needed:.0f} s)")
+            continue
+        result = bench.run(name, wiring, **changes)
+        rate = result["tokens_per_second"] * 0.9 or rate
+        if "weights" in result:
+            scored.model(name, Path(result["weights"]), None)
+            if name in ("distill 15", "distill 30"):
+                speak(bench, name, Path(result["weights"]))
+    bench.write()
+
+
+def selection(bench: Bench) -> dict[str, Any]:
+    """Layers chosen on books and the model's samples; the curves also on texts that had no say."""
+    from ladder_residual.adapt.probe import Probe
+    from ladder_residual.adapt.select import curves, select
+    from ladder_residual.loading import load_model
+
+    began = time.monotonic()
+    model = load_model(str(bench.model), bench.world, dtype="bf16" if bench.world.device.type == "cuda" else "fp32")
+    take = min(16, len(bench.stores["samples"]))
+    texts = {"calibration": np.concatenate([bench.stores["books"].ids[: 2 * take : 2], bench.stores["samples"].ids[:take]])}
+    texts |= {name: bench.stores[name].ids[: 2 * take] for name in HELDOUT}
+    found: dict[str, Any] = {"curves": {}, "original": {}}
+    choice = None
+    for name, ids in texts.items():
+        probe = Probe(model, torch.from_numpy(ids.astype(np.int64)), batch=8)
+        if choice is None:
+            choice = select(probe, width=8)
+            found["single"] = [{"layer": layer, "loss": cost.loss, "kl": cost.kl} for layer, cost in enumerate(choice.single)]
+            found["chosen"] = [
+                {"k": k, "layers": list(cost.layers), "why": choice.reasons[k]} for k, cost in choice.chosen.items()
+            ]
+        found["curves"][name] = curves(probe, choice)
+        found["original"][name] = probe.original.loss
+        bench.log(f"selection on {name}: {time.monotonic() - began:.1f} s, {probe.passes:.0f} passes")
+    found |= {"tokens": int(texts["calibration"].size), "seconds": time.monotonic() - began}
+    return found
+
+
+class Scoring:
+    """Answers to the evaluation's requests by each model, gathered in one file."""
+
+    def __init__(self, bench: Bench, requests: Path | None) -> None:
+        self.bench, self.requests = bench, requests
+        self.kept = bench.work / "scores.json"
+        self.scores: dict[str, Any] = json.loads(self.kept.read_text(encoding="utf-8")) if self.kept.exists() else {}
+
+    def model(self, name: str, directory: Path, wiring: str | None) -> None:
+        if self.requests is None or name in self.scores:
+            return
+        from ladder_residual.evaluate.requests import Requests
+        from ladder_residual.evaluate.score import score_all
+        from ladder_residual.loading import load_model
+
+        began = time.monotonic()
+        network = load_model(str(directory), self.bench.world, wiring=wiring, dtype="bf16")
+        found = score_all(network, Requests.load(self.requests))
+        path = self.bench.work / "one.json"
+        found.save(path)
+        self.scores[name] = json.loads(path.read_text(encoding="utf-8"))
+        self.kept.write_text(json.dumps(self.scores), encoding="utf-8")
+        with gzip.open(self.bench.out / "scores.json.gz", "wt", encoding="utf-8") as sink:
+            json.dump(self.scores, sink)
+        del network
+        self.bench.log(f"scored {name} in {time.monotonic() - began:.1f} s")
+
+
+def speak(bench: Bench, name: str, directory: Path) -> None:
+    """A few words on two CPU ranks, while the GPU goes on."""
+    prompts = bench.work / "prompts.jsonl"
+    prompts.write_text("\n".join(json.dumps({"messages": [{"role": "user", "content": text}]}) for text in PROMPTS) + "\n")
+    words = [
+        "generate",
+        str(directory),
+        "--file",
+        str(prompts),
+        "--tp",
+        "2",
+        "--device",
+        "cpu",
+        "-n",
+        "60",
+        "--temperature",
+        "0",
+    ]
+    target = bench.out / f"text {name}.jsonl"
+    subprocess.Popen([sys.executable, "-m", "ladder_residual", *words, "--out", str(target)], stdout=subprocess.DEVNULL)
+
+
+PROMPTS = (
+    "What is the capital of France?",
+    "Write a short story about a lighthouse keeper.",
+    "Explain why the sky is blue to a child.",
+)
 
 
 def main() -> None:
@@ -286,7 +461,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further run after this")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--requests", type=Path, help="what `ladder eval --requests-out` wrote; scored by every model")
     parser.add_argument("--no-compile", action="store_true")
+    parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--million", type=int, default=1_000_000, help="less than a million, to try the script itself")
     parser.add_argument("--batch", type=int, default=2048, help="samples drawn side by side")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
@@ -294,10 +471,19 @@ def main() -> None:
     torch.set_float32_matmul_precision("high")
     with distributed(arguments.device) as world:
         bench = Bench(
-            arguments.model, arguments.rows, arguments.work, arguments.out, world, arguments.part, not arguments.no_compile
+            arguments.model,
+            arguments.rows,
+            arguments.work,
+            arguments.out,
+            world,
+            arguments.part,
+            not arguments.no_compile,
+            not arguments.no_graphs,
         )
         if arguments.part == "pilot":
             pilot(bench, arguments.seconds, arguments.million, arguments.batch, arguments.length)
+        else:
+            heal(bench, arguments.seconds, arguments.million, arguments.batch, arguments.length, arguments.requests)
         bench.log("done")
 
 

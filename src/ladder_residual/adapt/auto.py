@@ -32,9 +32,7 @@ class Request:
         if (self.layers is None) == (self.budget is None):
             raise ValueError("--wiring auto needs either --layers K (how many) or --budget NATS (how much loss)")
         if self.tokens is not None and self.tokens < 2 * SEQUENCE:
-            raise ValueError(
-                f"--calibration-tokens must be at least {2 * SEQUENCE} (two rows), got {self.tokens}"
-            )
+            raise ValueError(f"--calibration-tokens must be at least {2 * SEQUENCE} (two rows), got {self.tokens}")
 
 
 def choose(source: str, request: Request, device: str = "auto") -> tuple[str, dict[str, Any]]:

@@ -108,6 +108,6 @@ def muon_with_adamw(model: PreTrainedModel, settings: Settings) -> MuonWithAdamW
     rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen and parameter.requires_grad]
     groups = [
         {"params": matrices, "muon": True, "weight_decay": settings.weight_decay},
-        {"params": rest, "muon": False, "weight_decay": 0.0},
+        {"params": rest, "muon": False, "weight_decay": 0.0, "lr": settings.learning_rate * settings.other_rate},
     ]
     return MuonWithAdamW(groups, settings.learning_rate, (settings.beta1, settings.beta2))

@@ -65,17 +65,16 @@ def _training_forward(
     counted: Tensor | None = None,
     lesson: Lesson | None = None,
     lesson_head: Any = None,
-    hidden_weight: float = 0.0,
+    hidden_weight: Tensor | float = 0.0,
     **from_wrappers: Any,
 ) -> dict[str, Tensor]:
     """The loss, and its parts detached. ``from_wrappers`` are the empty arguments that LoRA's wrapper passes on."""
     base: Any = model.base_model
-    matched = objective.layers if hidden_weight else ()
+    matched = objective.layers if lesson is not None and lesson.states else ()
     device = input_ids.device.type
-    with (
-        torch.autocast(device, objective.autocast, enabled=objective.autocast is not None),
-        states_after(model, matched) as states,
-    ):
+    # Each weight is used once: a cache of their casts would only hold memory, and cannot be recorded in a CUDA graph.
+    precision = torch.autocast(device, objective.autocast, enabled=objective.autocast is not None, cache_enabled=False)
+    with precision, states_after(model, matched) as states:
         hidden = base(input_ids=input_ids, use_cache=False).last_hidden_state
         if objective.mixture is None:
             loss = chunked_cross_entropy(hidden, head_of(model), labels, divisor=counts.learned, compiled=objective.compiled)

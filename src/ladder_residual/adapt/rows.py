@@ -41,6 +41,7 @@ class RowStore:
 
     ids: NDArray[Any]
     use: NDArray[np.uint8]
+    padded: bool = False  # somewhere
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -186,7 +187,8 @@ def build_rows(source: str, encoder: Encoder, sequence: int, folder: Path, *, to
             shutil.rmtree(scratch, ignore_errors=True)
             raise
     ids = np.memmap(target / "ids", dtype="<u4", mode="r").reshape(-1, sequence)
-    return RowStore(ids, np.memmap(target / "use", dtype=np.uint8, mode="r").reshape(-1, sequence))
+    use = np.memmap(target / "use", dtype=np.uint8, mode="r").reshape(-1, sequence)
+    return RowStore(ids, use, (target / "padded").exists())
 
 
 def _corpus_pieces(directory: Path, encoder: Encoder) -> Iterator[Piece]:
@@ -202,17 +204,20 @@ def _corpus_pieces(directory: Path, encoder: Encoder) -> Iterator[Piece]:
 
 
 def _write(rows: Iterator[tuple[list[int], list[int]]], folder: Path, sequence: int, source: str) -> None:
-    count = learned = 0
+    count = learned = padding = 0
     with (folder / "ids").open("wb") as ids_file, (folder / "use").open("wb") as use_file:
         for ids, use in rows:
             ids_file.write(np.asarray(ids, "<u4").tobytes())
             use_file.write(np.asarray(use, np.uint8).tobytes())
             count += 1
             learned += use.count(LEARN)
+            padding += use.count(PADDING)
     if not count:
         raise ValueError(f"{source} is empty: it gives not even a row of 2 tokens")
     if not learned:
         raise ValueError(f"{source} has no token to learn from")
+    if padding:
+        (folder / "padded").touch()
 
 
 class MixedRows:
@@ -222,6 +227,7 @@ class MixedRows:
         self, stores: Sequence[RowStore], weights: Sequence[float], *, rows: int | None, epochs: float = 1.0, seed: int = 0
     ) -> None:
         self.stores = list(stores)
+        self.padded = any(store.padded for store in stores)
         rng = np.random.default_rng(seed)
         if rows is None:
             counts = [max(1, round(epochs * len(store))) for store in stores]
@@ -260,10 +266,9 @@ def open_sources(
     return stores
 
 
-def collate(rows: list[dict[str, NDArray[Any]]]) -> dict[str, Any]:
+def collate(rows: list[dict[str, NDArray[Any]]], padded: bool = True) -> dict[str, Any]:
+    """A batch; without padding anywhere the loss needs no mask. Always the same for a run: batches of one shape."""
     import torch
 
-    batch = {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in rows[0]}
-    if batch["counted"].all():
-        del batch["counted"]  # nothing is padded: the loss needs no mask
-    return batch
+    names = ("input_ids", "labels", "counted") if padded else ("input_ids", "labels")
+    return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in names}

@@ -25,6 +25,7 @@ from ..families import family_of
 from ..hf_config import wiring_of
 from ..loading import load_model
 from ..parallel import World
+from .attention import attention_for
 from .losses import Mixture
 from .objective import Objective, attach, detach
 from .rows import Encoder, MixedRows, RowStore, build_rows, open_sources
@@ -210,11 +211,9 @@ def load_models(settings: Settings, world: World) -> Models:
     alone = World(device=world.device)  # ranks hold whole models (or FSDP's shards of them), not slices of tensor parallelism
     # The optimizer needs float32; under LoRA it never touches these weights.
     dtype = "bf16" if settings.method == "lora" and compute is not None else "fp32"
-    student = load_model(source, alone, dtype=dtype)
-    teacher = None
-    if distils(settings):
-        assert settings.teacher is not None
-        teacher = load_teacher(settings.teacher, world, compute)
+    config = read_json(resolve(source, weights=False) / "config.json")
+    student = load_model(source, alone, dtype=dtype, attention=attention_for(config, settings.sequence))
+    teacher = load_teacher(settings, world, compute) if distils(settings) else None
     if settings.gradient_checkpointing:
         student.gradient_checkpointing_enable()
     if settings.compile:
@@ -272,10 +271,14 @@ def build_trainer(
     )
 
 
-def load_teacher(source: str, world: World, compute: torch.dtype | None) -> PreTrainedModel:
+def load_teacher(settings: Settings, world: World, compute: torch.dtype | None) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    teacher = AutoModelForCausalLM.from_pretrained(resolve(source), dtype=compute or torch.float32)
+    assert settings.teacher is not None
+    directory = resolve(settings.teacher)
+    attention = attention_for(read_json(directory / "config.json"), settings.sequence)
+    options = {"attn_implementation": attention} if attention else {}
+    teacher = AutoModelForCausalLM.from_pretrained(directory, dtype=compute or torch.float32, **options)
     return teacher.to(world.device).eval().requires_grad_(False)
 
 

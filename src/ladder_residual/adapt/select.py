@@ -74,7 +74,7 @@ def select(
         reference = selection.last[k] = probe.cost(last.layers, last)
         candidates = {frozenset(reference.layers): reference}
         if k == 1:
-            candidates |= {frozenset(cost.layers): cost for cost in single}
+            candidates = {frozenset(cost.layers): cost for cost in single} | candidates
         for trail in grown_from.values() if k > 1 else ():
             before = probe.cost(trail.layers, trail).kl
             others = [layer for layer in range(count) if layer not in trail.layers]

@@ -61,6 +61,7 @@ class Settings:
     warmup: float = 0.02  # share of the steps, or their number if 1 or more
     final_rate: float = 0.0  # where the schedule ends, as a share of the learning rate
     optimizer: str = "adamw"
+    other_rate: float = 1.0  # with muon: the rate of embedding, head and norms, as a share of the learning rate
     weight_decay: float = 0.0
     beta1: float = 0.9
     beta2: float = 0.95
@@ -90,6 +91,7 @@ class Settings:
     parallel: str = "auto"
     precision: str = "auto"
     compile: bool = False
+    graphs: bool = False  # record forward and backward in a CUDA graph: one GPU, no accumulation
     gradient_checkpointing: bool = False
 
     # Keeping
@@ -121,7 +123,16 @@ class Settings:
         for name in positive:
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("warmup", "final_rate", "weight_decay", "data_weight", "hidden_weight", "save_every", "evaluate_every"):
+        for name in (
+            "warmup",
+            "final_rate",
+            "other_rate",
+            "weight_decay",
+            "data_weight",
+            "hidden_weight",
+            "save_every",
+            "evaluate_every",
+        ):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}")
         for name in ("hidden_share", "stages_share"):

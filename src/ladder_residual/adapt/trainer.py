@@ -6,6 +6,7 @@ Everything else is the Trainer's: the loop, accumulation, DDP, clipping, schedul
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -20,6 +21,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from ..model import rewire
 from ..train.loss import head_of
+from .graphs import GraphedStep
 from .objective import Counts, Objective, teach
 from .rows import IGNORED, RowStore, collate
 from .settings import Settings
@@ -51,11 +53,19 @@ class AdaptTrainer(Trainer):
     ) -> None:
         self.settings, self.inner, self.objective, self.teacher, self.sharded = settings, inner, objective, teacher, sharded
         self.stages = stages
-        super().__init__(student, args, data_collator=collate, train_dataset=rows, callbacks=callbacks)
+        self.padded = rows.padded
+        super().__init__(
+            student, args, data_collator=partial(collate, padded=rows.padded), train_dataset=rows, callbacks=callbacks
+        )
         self.model_accepts_loss_kwargs = True  # our sums are divided by counts over all accumulation steps and ranks
         if sharded:
             # Sharded already: no DDP around it, nothing to place.
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        self.graphed: GraphedStep | None = None
+        if settings.graphs:
+            if args.device.type != "cuda" or args.world_size > 1 or args.gradient_accumulation_steps > 1:
+                raise ValueError("CUDA graphs need one GPU process and a step without accumulation: drop graphs")
+            self.graphed = GraphedStep(student, partial(self.parts, student))
         self._parts: dict[str, Tensor] = {}
         self._first_bad = torch.full((), -1, dtype=torch.int64, device=args.device)
         self._parts_steps = 0
@@ -70,20 +80,23 @@ class AdaptTrainer(Trainer):
 
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
         parts = self.parts(model, inputs, num_items_in_batch, self.hidden_weight())
-        loss = parts["loss"] * self.accelerator.num_processes  # ranks' gradients are averaged, our divisors count all ranks
-        step = self.state.global_step + 1
-        newly_bad = ~torch.isfinite(loss.detach()) & (self._first_bad < 0)
-        self._first_bad = torch.where(newly_bad, step, self._first_bad)
+        parts["loss"] = parts["loss"] * self.accelerator.num_processes  # ranks' gradients are averaged, our divisors count all
+        self._note(parts)
+        return (parts["loss"], parts) if return_outputs else parts["loss"]
+
+    def _note(self, parts: dict[str, Tensor]) -> None:
+        """For the log; and whether the loss is still a number, without waiting for the GPU."""
+        newly_bad = ~torch.isfinite(parts["loss"].detach()) & (self._first_bad < 0)
+        self._first_bad = torch.where(newly_bad, self.state.global_step + 1, self._first_bad)
         for name, value in parts.items():
             if name != "loss":
                 self._parts[name] = self._parts.get(name, 0.0) + value.detach()
-        return (loss, parts) if return_outputs else loss
 
-    def parts(self, model: nn.Module, inputs: Any, counts: Counts, hidden_weight: float = 0.0) -> dict[str, Tensor]:
+    def parts(self, model: nn.Module, inputs: Any, counts: Counts, hidden_weight: Tensor | float = 0.0) -> dict[str, Tensor]:
         extra: dict[str, Any] = {}
         if self.objective.mixture is not None:
             assert self.teacher is not None
-            layers = self.objective.layers if hidden_weight else ()
+            layers = self.objective.layers if isinstance(hidden_weight, Tensor) or hidden_weight else ()
             extra = {"lesson": teach(self.teacher, inputs["input_ids"], layers), "lesson_head": head_of(self.teacher)}
             extra["hidden_weight"] = hidden_weight
         return model(**inputs, counts=counts, **extra)
@@ -96,7 +109,18 @@ class AdaptTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if self.stages is not None:
             self.stages.enter(self.inner, self.state.global_step / max(1, self.state.max_steps))
-        return super().training_step(model, inputs, num_items_in_batch)
+        if self.graphed is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        inputs = self._prepare_inputs(inputs)
+        wiring = self.stages.current if self.stages is not None else None
+        try:
+            parts = self.graphed.run(wiring, inputs, num_items_in_batch, self.hidden_weight())
+        except RuntimeError as error:
+            warnings.warn(f"no CUDA graph of this step ({str(error)[:200]}): going on without", stacklevel=2)
+            self.graphed = None
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._note(parts)
+        return parts["loss"]
 
     def measure(self, store: RowStore, rows: int) -> dict[str, float]:
         """Mean loss (and divergence from the teacher) on the first ``rows`` rows of a held-out text."""
@@ -106,7 +130,8 @@ class AdaptTrainer(Trainer):
         learned = tokens = cross_entropy = divergence = 0.0
         with self._measuring():
             for start in range(0, rows, micro):
-                batch = collate([store.row(index) for index in range(start, min(start + micro, rows))])
+                shown = [store.row(index) for index in range(start, min(start + micro, rows))]
+                batch = collate(shown, padded=self.padded or store.padded)
                 batch = {name: value.to(self.args.device) for name, value in batch.items()}
                 counts = count([batch], self.args.device, across_ranks=False)
                 parts = self.parts(self.model_wrapped, batch, counts)
