@@ -81,6 +81,7 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         # One after the other where a later prompt is to find an earlier one's cache, otherwise as one batch.
         batches = [[one] for one in inputs] if job.get("in_turn") else [inputs]
         answers = [answer for batch in batches for answer in llm.generate(batch, sampling, lora_request=lora, use_tqdm=False)]
+        ops = _count_ops(llm, inputs, sampling) if job.get("count_ops") else None
         counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()} if job.get("metrics") else {}
     finally:
         llm.llm_engine.engine_core.shutdown()
@@ -89,7 +90,17 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
         "cached": [answer.num_cached_tokens for answer in answers],
         "preemptions": counters.get("vllm:num_preemptions"),
         "architectures": llm.llm_engine.vllm_config.model_config.architectures,
+        "ops": ops,
     }
+
+
+def _count_ops(llm: Any, inputs: list[Any], sampling: Any) -> int:
+    """All ops that run while the prompts are answered once more: the same number on a busy machine as on a quiet one."""
+    import torch
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        llm.generate(inputs, sampling, use_tqdm=False)
+    return sum(event.count for event in profiler.key_averages())
 
 
 def register_loaded_classes() -> None:
@@ -98,9 +109,10 @@ def register_loaded_classes() -> None:
     from ladder_residual.vllm_plugin import models
     from vllm import ModelRegistry
 
-    for name, value in vars(models).items():
-        if name.startswith("Ladder") and isinstance(value, type):
-            ModelRegistry.register_model(name, value)
+    loaded = {name: value for name, value in vars(models).items() if name.startswith("Ladder") and isinstance(value, type)}
+    loaded |= {"LadderGraniteForCausalLM": models.UnservedForCausalLM, "LlamaForCausalLM": models.LlamaForCausalLM}
+    for name, value in loaded.items():
+        ModelRegistry.register_model(name, value)
 
 
 def main() -> None:

@@ -10,6 +10,8 @@ import pytest
 import tiny
 from engines import run_jobs
 
+from ladder_residual.loading import load_model
+
 MIXED = (5, 17, 40)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
@@ -29,9 +31,22 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     for family in FAMILIES:
         add(family, tiny.rewired(folder, "ladder", family))
     add("hybrid", tiny.rewired(folder, "ladder:1-2"))
-    add("compiled", ladder, engine={"enforce_eager": False})
+    # Deep enough for torch's compiler to go wrong (vllm_plugin/inductor.py): from 6 layers on.
+    add("compiled", tiny.rewired(folder, "ladder", layers=8), engine={"enforce_eager": False})
     overrides = {"architectures": ["LadderLlamaForCausalLM"], "wiring": "ladder:last-half"}
-    add("overrides", folder / "llama", tiny.rewired(folder, "ladder:last-half"), engine={"hf_overrides": overrides})
+    last_half = tiny.rewired(folder, "ladder:last-half")
+    add("overrides", folder / "llama", last_half, engine={"hf_overrides": overrides})
+    add("no overrides", folder / "llama", count_ops=True)
+    # After the same checkpoint without it: vLLM remembers what it chose for a checkpoint and its architecture.
+    add("override of the wiring alone", folder / "llama", last_half, engine={"hf_overrides": {"wiring": "ladder:last-half"}})
+    add("authors' field", folder / "llama", last_half, engine={"hf_overrides": {"ladder_layers": 2}})
+    saved = folder / "saved"
+    load_model(ladder).save_pretrained(saved)
+    add("written by save_pretrained", saved, ladder)
+    for wiring in ("standard", "ladder", "desync-2x"):
+        through_ours = {"architectures": ["LadderLlamaForCausalLM"], "wiring": wiring}
+        add(f"ops of {wiring}", folder / "llama", engine={"hf_overrides": through_ours}, count_ops=True)
+        expected.pop(f"ops of {wiring}")
     # 12 blocks of 32 tokens: eight sequences of up to 64 + 24 tokens do not fit, some must give way and come back.
     small = {"num_gpu_blocks_override": 12, "block_size": 32, "disable_log_stats": False, "enable_prefix_caching": False}
     add("preemption", ladder, prompts=tiny.prompts(64, 60, 5, 33, 50, 61, 17, 58), engine=small, metrics=True)
@@ -55,6 +70,12 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     refuse("family that is not served", tiny.rewired(folder, "ladder", "granite"))
     wrong = {"architectures": ["LadderQwen3ForCausalLM"], "wiring": "ladder"}
     refuse("override of another family", folder / "llama", engine={"hf_overrides": wrong})
+    ignoring = {"architectures": ["LlamaForSequenceClassification"], "wiring": "ladder"}
+    refuse("architecture that would ignore the wiring", folder / "llama", engine={"hf_overrides": ignoring})
+    refuse("override no wiring is made of", folder / "llama", engine={"hf_overrides": {"wiring": "lader"}})
+    refuse("override of an unserved family", folder / "granite", engine={"hf_overrides": {"wiring": "ladder"}})
+    not_vllms = {"model_impl": "transformers", "hf_overrides": {"wiring": "ladder"}}
+    refuse("transformers' own model", folder / "llama", engine=not_vllms)
     unknown = folder / "unknown-quantisation"
     tiny.convert(folder / "llama", unknown, "ladder")
     config = json.loads((unknown / "config.json").read_text())
@@ -67,7 +88,9 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     return results
 
 
-EXACT = [*FAMILIES, "hybrid", "compiled", "overrides", "preemption", "chunked prefill", "prefix caching"]
+SCHEDULER = ["preemption", "chunked prefill", "prefix caching"]
+OTHERS = ["overrides", "override of the wiring alone", "authors' field", "written by save_pretrained"]
+EXACT = [*FAMILIES, "hybrid", "compiled", *SCHEDULER, *OTHERS]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -76,6 +99,18 @@ def test_tokens_equal_the_packages_own(runs: dict[str, dict[str, Any]], name: st
     assert "error" not in run, run["error"]
     assert run["tokens"] == run["expected"]
     assert run["architectures"][0].startswith("Ladder")
+
+
+def test_a_plain_checkpoint_stays_vllms_own(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["no overrides"]
+    assert run["tokens"] == run["expected"]
+    assert run["architectures"] == ["LlamaForCausalLM"]
+
+
+@pytest.mark.parametrize("wiring", ["standard", "ladder", "desync-2x"])
+def test_one_rank_pays_nothing_for_a_wiring(runs: dict[str, dict[str, Any]], wiring: str) -> None:
+    """There is nothing to sum on one rank, so vLLM's own model runs no fewer ops."""
+    assert 0 < runs[f"ops of {wiring}"]["ops"] <= runs["no overrides"]["ops"]
 
 
 def test_sequences_were_preempted(runs: dict[str, dict[str, Any]]) -> None:
@@ -99,6 +134,10 @@ REFUSALS = {
     "delayed": "delayed-1 is not served with vLLM",
     "family that is not served": "rewired granite checkpoints are not served",
     "override of another family": "the checkpoint is a llama",
+    "architecture that would ignore the wiring": "which would ignore it",
+    "override no wiring is made of": "did you mean 'ladder'",
+    "override of an unserved family": "rewired granite checkpoints are not served",
+    "transformers' own model": "'LadderLlamaForCausalLM' is not a registered model in the Transformers library",
     "unknown quantisation": "seven-bits",
 }
 

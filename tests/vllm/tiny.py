@@ -21,14 +21,14 @@ EXTRA: dict[str, dict[str, Any]] = {
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
-def plain(directory: Path, family: str = "llama", **fields: Any) -> Path:
+def plain(directory: Path, family: str = "llama", layers: int = LAYERS, **fields: Any) -> Path:
     """A standard checkpoint with random weights, large enough that no two tokens are nearly equally likely."""
     config = AutoConfig.for_model(
         family,
         vocab_size=VOCABULARY,
         hidden_size=64,
         intermediate_size=128,
-        num_hidden_layers=LAYERS,
+        num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=2,
         head_dim=32,

@@ -1,7 +1,7 @@
 """Serve rewired checkpoints with vLLM: ``pip install ladder-residual`` beside vLLM, then ``vllm serve DIRECTORY``.
 
-vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). It only tells vLLM names; the
-models, in ``models.py``, are imported when a checkpoint asks for one.
+vLLM calls ``register`` in each of its processes (entry point group ``vllm.general_plugins``). It tells vLLM names
+and has it ask ``routing.py`` about every config; the models, in ``models.py``, are imported when a checkpoint asks for one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ def register() -> None:
 
     from ..families import FAMILIES
     from ..hf_config import class_name
+    from .routing import route_configs
 
     known = ModelRegistry.get_supported_archs()
     for model_type in FAMILIES:
@@ -32,3 +33,4 @@ def register() -> None:
             # A family that is not served gets a class too: it says so, where vLLM would look for a fallback that ignores the wiring.
             target = architecture if model_type in SERVED_FAMILIES else "UnservedForCausalLM"
             ModelRegistry.register_model(architecture, f"{__name__}.models:{target}")
+    route_configs()

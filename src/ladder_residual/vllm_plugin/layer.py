@@ -1,8 +1,9 @@
 """vLLM's decoder layers with another wiring: the layer's own attention, MLP and norms, our ``forward``.
 
-Between layers travels what vLLM's models hand on, ``(hidden_states, residual)``. Inside a stage ``hidden_states`` is the last
-module's partial, not yet summed, and ``residual`` is ``Carried``; at the ends of a pipeline stage both are what vLLM expects: the
-last module's sum, and the stream without it. That pair is all a ladder needs to go on in the next stage.
+Between layers travels what vLLM's models hand on, ``(hidden_states, residual)``. Between two rewired layers ``hidden_states`` is the
+last module's partial, not yet summed, and ``residual`` is ``Carried``. Elsewhere, at the ends of a pipeline stage and beside a layer
+that stayed vLLM's own, both are what vLLM expects: the last module's sum, and the stream without it. That pair is all a ladder
+needs to go on in the next stage.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class LayerPlan(NamedTuple):
     below: Boundary | None  # into this layer's attention; None: nothing below
     middle: Boundary  # from attention to MLP
     above: Boundary  # from the MLP upwards
-    ends_stage: bool
+    hands_on_to_vllm: bool  # what comes next is the end of a stage, or a layer of vLLM's own
+    ranks: int
     blocking_through_link: bool  # see Link.replaces_blocking_sums
 
 
@@ -55,7 +57,7 @@ class RewiredLayer(nn.Module):
         partial = self.self_attn(positions=positions, hidden_states=x)
         x, carried = self._cross(plan.middle, partial, carried, self.post_attention_layernorm, next_is_attention=False)
         partial = getattr(self, self.mlp_name)(x)
-        if plan.ends_stage:
+        if plan.hands_on_to_vllm:
             return self._leave(plan.above, partial, carried)
         return partial, carried
 
@@ -66,7 +68,8 @@ class RewiredLayer(nn.Module):
         assert residual is not None
         if not isinstance(residual, torch.Tensor):
             return self._cross(below, hidden_states, residual, norm, next_is_attention=True)
-        if below.keep:  # from another stage, and the first module here does not read that sum yet
+        # From another stage, or from a layer of vLLM's own.
+        if below.keep:  # the first module here does not read that sum yet
             return norm(residual), Carried(residual, hidden_states, arrived=True)
         x, stream = norm(hidden_states, residual)
         return x, Carried(stream)
@@ -75,7 +78,9 @@ class RewiredLayer(nn.Module):
         self, boundary: Boundary, partial: Tensor, carried: Carried, norm: nn.Module, *, next_is_attention: bool
     ) -> tuple[Tensor, Carried]:
         stream, in_flight, arrived = carried
-        ranks = get_tensor_model_parallel_world_size()
+        ranks = self.plan.ranks
+        if ranks == 1:
+            return _cross_alone(boundary, partial, carried, norm)
         if boundary.join == OWN:
             if not boundary.agree:
                 x, stream = norm(partial, stream)
@@ -86,8 +91,6 @@ class RewiredLayer(nn.Module):
             stream = tensor_model_parallel_all_reduce(partial + stream / ranks)
             return norm(stream), Carried(stream)
         assert boundary.join == SUM
-        if ranks == 1:
-            return _cross_alone(boundary, partial, carried, norm)
         if in_flight is None and not boundary.keep and not self.plan.blocking_through_link:
             # vLLM's own sequence, which its passes know how to fuse.
             x, stream = norm(tensor_model_parallel_all_reduce(partial), stream)
@@ -100,15 +103,15 @@ class RewiredLayer(nn.Module):
     def _leave(self, boundary: Boundary, partial: Tensor, carried: Carried) -> tuple[Tensor, Tensor]:
         """vLLM adds the two, in the next stage or in the last norm."""
         stream, in_flight, arrived = carried
-        ranks = get_tensor_model_parallel_world_size()
+        ranks = self.plan.ranks
+        if ranks == 1:
+            return partial, stream if in_flight is None else stream + in_flight
         if boundary.join == MEAN or boundary.agree:
             own = stream / ranks + (partial if boundary.join == MEAN else partial / ranks)
             stream = tensor_model_parallel_all_reduce(own)
             return stream, torch.zeros_like(stream)
         if boundary.join == OWN:
             return partial, stream
-        if ranks == 1:
-            return partial, stream if in_flight is None else stream + in_flight
         if in_flight is None and not self.plan.blocking_through_link:
             return tensor_model_parallel_all_reduce(partial), stream
         return torch.ops.ladder_residual.drain(partial, in_flight, stream, arrived)
@@ -132,9 +135,16 @@ def _rewired_class(base: type[nn.Module]) -> type[nn.Module]:
 
 
 def rewire_layers(layers: nn.ModuleList, start: int, end: int, plan: list[Boundary], mlp_name: str, link: Link | None) -> None:
-    """Give the layers of this stage (``start`` to ``end``) their place in ``plan``, and leave their sums to us."""
+    """Give the layers of this stage (``start`` to ``end``) their place in ``plan``, and leave their sums to us.
+
+    A layer with nothing to defer stays vLLM's own, sums included: what its authors make faster stays so.
+    """
+    ranks = get_tensor_model_parallel_world_size()
+    if ranks == 1:
+        plan = [Boundary(SUM, boundary.keep) for boundary in plan]  # one rank's own share, mean and sum are all the same
     through_link = link is not None and link.replaces_blocking_sums
-    for index in range(start, end):
+    rewired = {index for index in range(start, end) if through_link or not _is_standard(plan, index)}
+    for index in rewired:
         layer: Any = layers[index]
         _leave_sums_open(layer.self_attn, getattr(layer, mlp_name))
         base: Any = type(layer)
@@ -144,9 +154,16 @@ def rewire_layers(layers: nn.ModuleList, start: int, end: int, plan: list[Bounda
             below=plan[2 * index - 1] if index else None,
             middle=plan[2 * index],
             above=plan[2 * index + 1],
-            ends_stage=index == end - 1,
+            hands_on_to_vllm=index + 1 not in rewired,
+            ranks=ranks,
             blocking_through_link=through_link,
         )
+
+
+def _is_standard(plan: list[Boundary], index: int) -> bool:
+    """Whether all three boundaries of a layer are a sum that is waited for at once, as in vLLM's own layer."""
+    around = plan[max(0, 2 * index - 1) : 2 * index + 2]
+    return all(boundary == Boundary(SUM, keep=0) for boundary in around)
 
 
 def _leave_sums_open(attention: Any, mlp: Any) -> None:

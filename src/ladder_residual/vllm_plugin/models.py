@@ -14,11 +14,13 @@ from vllm.model_executor.models.mixtral import MixtralForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
+from vllm.platforms import current_platform
 
 from ..config import Wiring
 from ..families import check_wiring, family_of
 from ..hf_config import wiring_of
 from . import SERVED_FAMILIES
+from .inductor import keep_order_of_writes
 from .layer import rewire_layers
 from .link import open_link
 from .plan import SUM, boundaries
@@ -37,6 +39,8 @@ class RewiredForCausalLM(nn.Module):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         wiring = checked_wiring(vllm_config, self.model_type)
+        if current_platform.is_cpu():
+            keep_order_of_writes()
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         model: Any = self.model
         plan = boundaries(wiring)
