@@ -101,8 +101,12 @@ def _training_forward(
     return parts
 
 
-@torch.no_grad()
-def teach(teacher: PreTrainedModel, input_ids: Tensor, layers: Sequence[int] = ()) -> Lesson:
+def attach_teacher(teacher: PreTrainedModel) -> None:
+    """Called, the teacher gives its lesson instead of logits."""
+    teacher.forward = partial(_teaching_forward, teacher)  # type: ignore[method-assign]
+
+
+def _teaching_forward(teacher: PreTrainedModel, *, input_ids: Tensor, layers: Sequence[int] = ()) -> Lesson:
     base: Any = teacher.base_model
     with states_after(teacher, layers) as states:
         hidden = base(input_ids=input_ids, use_cache=False).last_hidden_state

@@ -27,7 +27,7 @@ from ..loading import load_model
 from ..parallel import World
 from .attention import attention_for
 from .losses import Mixture
-from .objective import Objective, attach, detach
+from .objective import Objective, attach, attach_teacher, detach
 from .rows import Encoder, MixedRows, RowStore, build_rows, open_sources
 from .settings import Settings
 from .trainer import AdaptTrainer, Stages, last_checkpoint
@@ -279,6 +279,7 @@ def load_teacher(settings: Settings, world: World, compute: torch.dtype | None) 
     attention = attention_for(read_json(directory / "config.json"), settings.sequence)
     options = {"attn_implementation": attention} if attention else {}
     teacher = AutoModelForCausalLM.from_pretrained(directory, dtype=compute or torch.float32, **options)
+    attach_teacher(teacher)
     return teacher.to(world.device).eval().requires_grad_(False)
 
 

@@ -35,7 +35,8 @@ def shard(model: PreTrainedModel, world: World, compute: torch.dtype | None) -> 
     policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    # The rest (embedding, head, last norm) stays whole after its forward: the loss reads the teacher's head in the student's call.
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
     return model
 
 

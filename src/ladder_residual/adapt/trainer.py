@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 from ..model import rewire
 from ..train.loss import head_of
 from .graphs import GraphedStep
-from .objective import Counts, Objective, teach
+from .objective import Counts, Objective
 from .rows import IGNORED, RowStore, collate
 from .settings import Settings
 from .sharded import load_sharded, save_sharded, whole_weights
@@ -97,7 +97,9 @@ class AdaptTrainer(Trainer):
         if self.objective.mixture is not None:
             assert self.teacher is not None
             layers = self.objective.layers if isinstance(hidden_weight, Tensor) or hidden_weight else ()
-            extra = {"lesson": teach(self.teacher, inputs["input_ids"], layers), "lesson_head": head_of(self.teacher)}
+            with torch.no_grad():
+                lesson = self.teacher(input_ids=inputs["input_ids"], layers=layers)
+            extra = {"lesson": lesson, "lesson_head": head_of(self.teacher)}
             extra["hidden_weight"] = hidden_weight
         return model(**inputs, counts=counts, **extra)
 
