@@ -92,7 +92,7 @@ class RewiredLayer(nn.Module):
         compute = EAGER if attention_kwargs.get("past_key_values") is not None else self.compute
 
         if kind == "parallel":
-            modules = ((attention, attention_kwargs, attention_after), (mlp, {}, mlp_after))
+            modules: Any = ((attention, attention_kwargs, attention_after), (mlp, {}, mlp_after))
             return (Branch(partial(compute.both, attention_norm, modules, scale)),)
         if kind in ("standard", "ladder"):
             return (

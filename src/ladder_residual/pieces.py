@@ -34,7 +34,8 @@ class Piece:
 
 def local_of(tensor: Any) -> Tensor:
     """The part of a tensor that lies here; shares its memory."""
-    return tensor.detach().to_local() if isinstance(tensor, DTensor) else tensor.detach()
+    held: Any = tensor.detach()
+    return held.to_local() if isinstance(held, DTensor) else held
 
 
 def pieces_of(parameter: Any, cut: Cut | None, tp: int) -> list[Piece]:

@@ -93,3 +93,14 @@ def export_command(
 
     checkpoint = export(run, target, dtype=dtype, overwrite=overwrite, tokenizer=tokenizer)
     print(f"{target}: written from {checkpoint}")
+
+
+@app.command("report")
+def report_command(
+    results: Annotated[Path, typer.Argument(help="Directory of results.")] = Path("results/train"),
+    page: Annotated[Path, typer.Argument(help="Page whose tables are renewed.")] = Path("docs/training.md"),
+) -> None:
+    """Renew the tables and curves of docs/training.md from committed results."""
+    from .report import update
+
+    print(f"{page}: {', '.join(update(results, page))}")

@@ -35,7 +35,7 @@ def compile_blocks(model: PreTrainedModel, *, dynamic: bool | None = None, mode:
         if isinstance(layer, RewiredLayer):
             layer.compute = compute
             continue
-        plain = layer.__class__.__mro__[2] if isinstance(layer, _CompiledLayer) else layer.__class__
+        plain: Any = layer.__class__.__mro__[2] if isinstance(layer, _CompiledLayer) else layer.__class__
         if plain not in whole_layers:
             whole_layers[plain] = compiled(plain.forward)
         layer.__class__ = _compiled_layer_class(plain)

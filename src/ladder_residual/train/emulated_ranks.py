@@ -83,7 +83,7 @@ def emulate_ranks(model: PreTrainedModel, ranks: int) -> PreTrainedModel:
     norm = getattr(base, "norm", None) or base.final_layer_norm
     # After the last layer all ranks hold the same stream; the head needs one of them.
     norm.register_forward_pre_hook(lambda module, args: (args[0][: len(args[0]) // ranks],))
-    model.emulated_ranks = ranks
+    model.emulated_ranks = ranks  # type: ignore[assignment]
     return model
 
 

@@ -57,7 +57,7 @@ class ShardedAdamW:
 
     def gradient_norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Of the whole model: every number once, though several ranks hold norms and replicated KV heads alike."""
-        cuts: dict[str, Cut | None] = self.model.tensor_parallel_cuts
+        cuts: dict[str, Cut | None] = self.model.tensor_parallel_cuts  # type: ignore[assignment]
         by_copies: dict[int, list[Tensor]] = {}
         for name, gradient in gradients.items():
             for piece in pieces_of(self.parameters[name], cuts[name], self.layout.tp):

@@ -199,11 +199,10 @@ def _read(path: Path, depth: int) -> dict[str, Any]:
         raise ValueError(f"there is no recipe {path}") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise ValueError(f"cannot read the recipe {path}: {error}") from error
-    for table, keys in (("data", ("train", "valid")),):
-        section = document.get(table)
-        for key in keys if isinstance(section, dict) else ():
-            if isinstance(section.get(key), str) and section[key]:
-                section[key] = str(path.parent / section[key])  # an absolute one stays as it is
+    data = document.get("data")
+    for key in ("train", "valid") if isinstance(data, dict) else ():
+        if isinstance(data, dict) and isinstance(data.get(key), str) and data[key]:
+            data[key] = str(path.parent / data[key])  # an absolute one stays as it is
     base = document.pop("base", None)
     if base is None:
         return document

@@ -24,7 +24,7 @@ class InWhole(Tensor):
     local: Tensor
     pieces: list[Piece]
     whole: torch.Size
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def of(cls, local: Tensor, pieces: list[Piece], whole: tuple[int, ...]) -> InWhole:
