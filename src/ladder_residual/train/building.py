@@ -63,7 +63,7 @@ def build(recipe: Recipe, layout: Layout) -> NextToken:
     if recipe.run.checkpoint_activations:  # 3. what is recomputed lies outside of what is compiled
         model.gradient_checkpointing_enable()
     if recipe.run.compile:  # 4. on the modules of a layer, before FSDP puts its hooks around the layer
-        compile_blocks(model, dynamic=False)
+        compile_blocks(model, dynamic=False, shared=True)
     trained = NextToken(model, z_loss=recipe.run.z_loss, chunk=recipe.run.loss_chunk, compiled=recipe.run.compile).train()
     shard_over_data(trained, recipe, layout, post_norm=FAMILIES[shape.family].post_norm)  # 5. over the copies of the model
     return trained

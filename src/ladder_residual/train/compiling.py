@@ -19,16 +19,19 @@ from transformers import PreTrainedModel
 from ..model import Compute, RewiredLayer, both_partials, decoder_layers, module_partial
 
 
-def compile_blocks(model: PreTrainedModel, *, dynamic: bool | None = None, mode: str | None = None) -> PreTrainedModel:
+def compile_blocks(
+    model: PreTrainedModel, *, dynamic: bool | None = None, mode: str | None = None, shared: bool = False
+) -> PreTrainedModel:
     """Compile the layers of a rewired or plain Hugging Face model, in place. ``dynamic`` and ``mode`` as in ``torch.compile``.
 
     Works with gradients, gradient checkpointing, autocast, FSDP2 and tensor parallelism. Calls with a cache stay uncompiled.
+    ``shared``: use the compiled code of earlier models of this process that were shared, too, for models of one shape in turn.
     """
 
     def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
         return torch.compile(own_code(function), dynamic=dynamic, mode=mode)
 
-    compute = Compute(compiled(module_partial), compiled(module_partial), compiled(both_partials))
+    compute = _shared_compute(dynamic, mode) if shared else _compiled_compute(compiled)
     whole_layers: dict[type, Callable[..., Any]] = {}
     layer: Any
     for layer in decoder_layers(model):
@@ -41,6 +44,15 @@ def compile_blocks(model: PreTrainedModel, *, dynamic: bool | None = None, mode:
         layer.__class__ = _compiled_layer_class(plain)
         layer.compiled_forward = whole_layers[plain]
     return model
+
+
+def _compiled_compute(compiled: Callable[..., Any]) -> Compute:
+    return Compute(compiled(module_partial), compiled(module_partial), compiled(both_partials))
+
+
+@cache
+def _shared_compute(dynamic: bool | None, mode: str | None) -> Compute:
+    return _compiled_compute(lambda function: torch.compile(own_code(function), dynamic=dynamic, mode=mode))
 
 
 def own_code(function: Callable[..., Any]) -> Callable[..., Any]:
