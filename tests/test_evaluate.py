@@ -39,8 +39,7 @@ def text(folder, demo_dir):
 
 @pytest.fixture(scope="module")
 def tasks(folder):
-    with harness.load_tasks(wanted_tasks(TASKS), [folder]) as loaded:
-        yield loaded
+    return harness.load_tasks(wanted_tasks(TASKS), [folder])
 
 
 @pytest.fixture(scope="module")
@@ -102,14 +101,14 @@ def test_three_steps_are_one(standard, plan, tasks, demo_dir, tmp_path):
 
 def _answers(world, directory, folder, wanted):
     """Figures and all answers of this rank, scored and generated (no more than 24 tokens each)."""
-    with harness.load_tasks(wanted, [folder]) as loaded:
-        loaded.harness["tasks"]["gsm8k_cot"].set_config("generation_kwargs", {"max_gen_toks": 24}, update=True)
-        model = load_model(directory, world, wiring="ladder:last-half")
-        options = {"model": model, "max_length": 512, "batch_size": 2, "quiet": True}
-        lm = harness.ScoringLM(load_tokenizer(directory), model.config, lambda _, asked: score(model, asked), **options)
-        raw = harness.run(loaded, lm, limit=3)
-        texts = [sample["resps"] for sample in raw["samples"]["gsm8k_cot"]]
-        return *results.harness_rows(raw, wanted), texts
+    loaded = harness.load_tasks(wanted, [folder])
+    loaded.harness["tasks"]["gsm8k_cot"].set_config("generation_kwargs", {"max_gen_toks": 24}, update=True)
+    model = load_model(directory, world, wiring="ladder:last-half")
+    options = {"model": model, "max_length": 512, "batch_size": 2, "quiet": True}
+    lm = harness.ScoringLM(load_tokenizer(directory), model.config, lambda _, asked: score(model, asked), **options)
+    raw = harness.run(loaded, lm, limit=3)
+    texts = [sample["resps"] for sample in raw["samples"]["gsm8k_cot"]]
+    return *results.harness_rows(raw, wanted), texts
 
 
 def test_two_ranks_are_one(folder, demo_dir):
@@ -362,7 +361,7 @@ def test_an_unknown_task_of_the_hub(demo_dir):
 def test_the_command_on_two_ranks(folder, demo_dir, tmp_path):
     """As users start it, by --tp and by torchrun."""
     alone, launched, torchrun = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "3.json"
-    options = ["eval", demo_dir, "--tasks", "piqa,gsm8k_cot:0,mmlu:2", "--limit", "2", "--local", folder, "--out"]
+    options = ["eval", demo_dir, "--tasks", "piqa,gsm8k_cot:0,mmlu:2", "--limit", "2", "--files", folder, "--out"]
     for command in (
         [sys.executable, "-m", "ladder_residual", *options, alone],
         [sys.executable, "-m", "ladder_residual", *options, launched, "--tp", "2"],

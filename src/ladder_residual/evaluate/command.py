@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,7 +17,10 @@ from .tasks import wanted_tasks
 Tasks = Annotated[
     str | None, typer.Option(help="Names with commas between (arc_easy,piqa,mmlu:5 ...), or a set: paper-scratch, paper-adapt.")
 ]
-Local = Annotated[list[Path] | None, typer.Option(help="Folder with <task>_<split>.jsonl[.gz|.xz]; may be repeated.")]
+# Two names: torchrun takes any word that begins like one of its own options, such as --local-addr, for itself.
+Local = Annotated[
+    list[Path] | None, typer.Option("--local", "--files", help="Folder with <task>_<split>.jsonl[.gz|.xz]; may be repeated.")
+]
 Against = Annotated[str | None, typer.Option(help="Another model, or its result (.json): prints the differences.")]
 Shots = Annotated[str, typer.Option(help="Examples in the prompt: as the paper did, or a number for all tasks.")]
 PerplexityFile = Annotated[Path | None, typer.Option("--perplexity", help="Text file to measure perplexity on.")]
@@ -77,7 +79,8 @@ def evaluate(
     if wanted:
         check_harness()
     earlier = stored_result(against) if against else None
-    with distributed(device, timeout) as world, _loaded(plan) as loaded:
+    with distributed(device, timeout) as world:
+        loaded = _load(plan)
         session = Session(plan, world)
         if requests_out is not None:
             requests = session.requests(source, loaded)
@@ -99,9 +102,9 @@ def evaluate(
             _tell(result, out, as_json)
 
 
-def _loaded(plan: Any) -> Any:
+def _load(plan: Any) -> Any:
     if not plan.wanted:
-        return contextlib.nullcontext(None)
+        return None
     from .harness import load_tasks
 
     return load_tasks(plan.wanted, plan.folders, allow_code=plan.allow_code)

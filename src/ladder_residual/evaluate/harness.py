@@ -117,13 +117,12 @@ class LoadedTasks:
     notes: dict[str, list[str]] = field(default_factory=dict)
 
 
-@contextlib.contextmanager
-def load_tasks(wanted: Sequence[Wanted], folders: Sequence[Path] = (), *, allow_code: bool = False) -> Iterator[LoadedTasks]:
+def load_tasks(wanted: Sequence[Wanted], folders: Sequence[Path] = (), *, allow_code: bool = False) -> LoadedTasks:
     """Tasks from the hub, or from ``folders`` if any are given."""
-    with tempfile.TemporaryDirectory(prefix="ladder-eval-") as workdir, _quiet_logs():
-        notes: dict[str, list[str]] = {}
-        kept: list[Wanted] = []
-        parts: list[dict[str, Any]] = []
+    notes: dict[str, list[str]] = {}
+    kept: list[Wanted] = []
+    parts: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory(prefix="ladder-eval-") as workdir, _quietly():
         manager = None if folders else _manager([one.task for one in wanted])
         for one in wanted:
             try:
@@ -145,10 +144,10 @@ def load_tasks(wanted: Sequence[Wanted], folders: Sequence[Path] = (), *, allow_
             _set_shots(loaded, one, notes)
             kept.append(one)
             parts.append(loaded)
-        if not kept:
-            raise ValueError("none of the tasks can run here: " + "; ".join(note for one in notes.values() for note in one))
-        merged = {key: {name: value for part in parts for name, value in part[key].items()} for key in ("tasks", "groups")}
-        yield LoadedTasks(merged, kept, {name: found for name, found in notes.items() if found})
+    if not kept:
+        raise ValueError("none of the tasks can run here: " + "; ".join(note for one in notes.values() for note in one))
+    merged = {key: {name: value for part in parts for name, value in part[key].items()} for key in ("tasks", "groups")}
+    return LoadedTasks(merged, kept, {name: found for name, found in notes.items() if found})
 
 
 class MissingScorer(ValueError):
@@ -255,7 +254,7 @@ def run(
     random.seed(0)  # the seeds of the harness's own command line
     np.random.seed(FEWSHOT_SEED)
     torch.manual_seed(FEWSHOT_SEED)
-    with _quiet_logs(), _stderr_to_nowhere() if lm.quiet else contextlib.nullcontext():
+    with _quietly(), _stderr_to_nowhere() if lm.quiet else contextlib.nullcontext():
         for task in tasks.harness["tasks"].values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)  # drawn anew for every model: the next one must get the same examples
         found = evaluate(
@@ -271,14 +270,15 @@ def run(
 
 
 @contextlib.contextmanager
-def _quiet_logs() -> Iterator[None]:
+def _quietly() -> Iterator[None]:
     """The harness warns about what we do on purpose; what matters is in our notes. Rows are read in no time: no bars for that."""
     logger = logging.getLogger("lm_eval")
     before, had_bars = logger.level, datasets.utils.are_progress_bars_disabled() is False
     logger.setLevel(logging.ERROR)
     datasets.utils.disable_progress_bars()
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr):  # what scorers print must not end up in a JSON document
+            yield
     finally:
         logger.setLevel(before)
         if had_bars:
