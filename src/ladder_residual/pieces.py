@@ -41,10 +41,15 @@ def local_of(tensor: Any) -> Tensor:
 def pieces_of(parameter: Any, cut: Cut | None, tp: int) -> list[Piece]:
     """The blocks of this rank's shard of ``parameter`` (a DTensor of FSDP, or a plain tensor), cut over ``tp`` ranks."""
     rows, size = _local_rows(parameter)
+    return blocks(rows, tuple(size), cut, tp)
+
+
+def blocks(rows: int, size: tuple[int, ...], cut: Cut | None, tp: int) -> list[Piece]:
+    """Of a shard of ``size`` that begins at row ``rows`` of what ``cut`` leaves of the whole."""
     if 0 in size:
         return []
     if cut is None:
-        return [Piece((rows, *[0] * (len(size) - 1)), (0,) * len(size), tuple(size), tp)]
+        return [Piece((rows, *[0] * (len(size) - 1)), (0,) * len(size), size, tp)]
     pieces, offset = [], 0
     for (start, stop), copies in zip(cut.ranges, cut.copies, strict=True):
         # This range is [offset, offset + length) of the rank's slice; with FSDP only rows [rows, rows + size[0]) of that are here.
