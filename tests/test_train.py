@@ -10,10 +10,12 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import tiny_training
+from ladder_residual.loading import set_reducers
 from ladder_residual.train import loop as loop_module
 from ladder_residual.train.checkpoints import SaveFailed, complete_checkpoints
 from ladder_residual.train.export import export
-from ladder_residual.train.loop import Diverged, train
+from ladder_residual.train.layout import arranged
+from ladder_residual.train.loop import Diverged, Loop, train
 from ladder_residual.train.recipe import Recipe
 from ranks import run_on_ranks
 from tiny_training import steps_logged, tiny_corpus, tiny_recipe, train_and_kill, train_on_ranks, trained_losses
@@ -56,6 +58,48 @@ def test_layouts_take_the_same_steps(layout, corpus, alone, tmp_path):
         # The last events of a log: evaluation and checkpoint.
         valid = [json.loads(line) for line in (reference / "log.jsonl").read_text().splitlines() if '"valid"' in line]
         assert result["valid"]["loss"] == pytest.approx(valid[-1]["loss"], rel=1e-5)
+
+
+def sums_of_a_step(world, document):
+    """Starts, waits and computes of forward and backward of a step under FSDP, in order."""
+    recipe, events = Recipe.from_dict(document), []
+    with arranged(world, 60, recipe.parallel.tp, None) as layout:
+        loop = Loop(recipe, layout, resume="auto", quiet=True)
+        model, reducer = loop.trained.model, layout.tensor.reducer()
+        launch = reducer.launch
+
+        class Watched:
+            def __init__(self, inner, number):
+                self.inner, self.number = inner, number
+
+            def finish(self):
+                events.append(("wait", self.number))
+                return self.inner.finish()
+
+        def watched_launch(partial):
+            events.append(("start", sum(kind == "start" for kind, _ in events)))
+            return Watched(launch(partial), events[-1][1])
+
+        reducer.launch = watched_launch
+        set_reducers(model, reducer)
+        for layer in model.base_model.layers:
+            for module in (layer.self_attn, layer.mlp):
+                module.register_forward_pre_hook(lambda *_: events.append(("compute", "")))
+                module.register_full_backward_pre_hook(lambda *_: events.append(("compute", "")))
+        loop.take_step(loop.batch(0))
+        loop.close()
+    return events
+
+
+@pytest.mark.parametrize(("ranks", "wiring", "hidden"), [(2, "standard", 0), (2, "ladder", 5 + 5), (4, "ladder", 5 + 5)])
+def test_sums_are_hidden_forward_and_backward_under_fsdp(ranks, wiring, hidden, corpus, tmp_path):
+    document = tiny_recipe(corpus, tmp_path, wiring, parallel=dict(tp=2), batch=dict(rows=ranks))
+    events = run_on_ranks(ranks, sums_of_a_step, document)[0]
+    starts = [number for kind, number in events if kind == "start"]
+    # Six modules and the embedding, forward and backward. With nothing left to compute, the embedding's and the last sum stay open.
+    assert len(starts) == 14
+    spans = [events[events.index(("start", number)) : events.index(("wait", number))] for number in starts]
+    assert sum(any(kind == "compute" for kind, _ in span) for span in spans) == hidden
 
 
 def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(corpus, alone, tmp_path):

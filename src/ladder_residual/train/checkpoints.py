@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +46,7 @@ class Checkpoints:
         # The writing threads of the ranks talk while the main threads train: they need a group of their own.
         self.group = dist.new_group(backend="gloo") if world.size > 1 else None
         self.thread = ThreadPoolExecutor(1)
+        expect_one_process()
         self.writing: Future[None] | None = None
         if world.is_main:
             directory.mkdir(parents=True, exist_ok=True)
@@ -160,6 +162,11 @@ class Checkpoints:
     def _barrier(self) -> None:
         if self.group is not None:
             dist.barrier(self.group)
+
+
+def expect_one_process() -> None:
+    """The library warns whenever it is used without ranks, which is meant here."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

@@ -21,7 +21,7 @@ from ..corpus.tokens import read_tokenizer
 from ..loading import DTYPES
 from ..model import ladder_classes, write_stub
 from .building import hf_config
-from .checkpoints import MANIFEST, check_files, complete_checkpoints
+from .checkpoints import MANIFEST, check_files, complete_checkpoints, expect_one_process
 from .recipe import Recipe
 
 SHARD_BYTES = 4 << 30
@@ -73,6 +73,7 @@ def _newest_good(run: Path) -> Path:
 
 
 def _write_weights(checkpoint: Path, target: Path, dtype: torch.dtype) -> None:
+    expect_one_process()
     reader = dcp.FileSystemReader(checkpoint)
     stored = {
         name.removeprefix("model."): entry
