@@ -188,13 +188,19 @@ class AdaptTrainer(Trainer):
             dist.all_reduce(bad, op=dist.ReduceOp.MIN)
             bad = torch.where(bad == torch.iinfo(torch.int64).max, -1, bad)
         step = int(bad)
-        if step >= 0:
-            good = last_checkpoint(Path(str(self.args.output_dir)))
-            kept = f"the last good checkpoint is {good}" if good else "no checkpoint was saved before it (--save-every)"
-            raise Diverged(
-                f"the loss is no number any more since step {step}: training stopped, {kept}. A lower learning rate "
-                f"(now {self.settings.learning_rate:g}) or a longer warm-up is the usual cure"
-            )
+        if step < 0:
+            return
+        folder = Path(str(self.args.output_dir))
+        if self.args.should_save:
+            for checkpoint in checkpoints(folder):
+                if step_of(checkpoint) >= step - 1:  # its weights are those that gave the bad loss
+                    shutil.rmtree(checkpoint)
+        good = last_checkpoint(folder, before=step - 1)
+        kept = f"the last good checkpoint is {good}" if good else "no checkpoint was saved before it (--save-every)"
+        raise Diverged(
+            f"the loss is no number any more since step {step}: training stopped, {kept}. A lower learning rate "
+            f"(now {self.settings.learning_rate:g}) or a longer warm-up is the usual cure"
+        )
 
     # ---- checkpoints
 
@@ -282,14 +288,18 @@ def count(batches: list[Any], device: torch.device, *, across_ranks: bool = True
     return Counts(totals[0], totals[1])
 
 
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(LATEST))
+
+
 def checkpoints(folder: Path) -> list[Path]:
     """Complete ones, oldest first."""
     found = [path for path in folder.glob(f"{LATEST}*") if path.name.removeprefix(LATEST).isdigit()]
-    return sorted(found, key=lambda path: int(path.name.removeprefix(LATEST)))
+    return sorted(found, key=step_of)
 
 
-def last_checkpoint(folder: Path) -> Path | None:
-    found = checkpoints(folder)
+def last_checkpoint(folder: Path, before: int | None = None) -> Path | None:
+    found = [path for path in checkpoints(folder) if before is None or step_of(path) < before]
     return found[-1] if found else None
 
 

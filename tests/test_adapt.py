@@ -1,0 +1,253 @@
+"""Healing runs on the shipped model: every method, what is written, and what goes wrong."""
+
+import hashlib
+import json
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ladder_residual.adapt.run import adapt
+from ladder_residual.adapt.settings import Settings, Source
+from ladder_residual.adapt.trainer import Diverged, Stages, checkpoints
+from ladder_residual.convert import convert
+from ladder_residual.loading import load_model
+from ladder_residual.parallel import World
+
+FAST = dict(
+    sequence=64, batch_tokens=512, tokens=512 * 12, learning_rate=2e-3, log_every=1, progress=False, evaluate_tokens=2048
+)
+
+
+@pytest.fixture(scope="module")
+def ground(demo_dir, tmp_path_factory):
+    """The original, a converted copy, a text to learn from and one to measure on."""
+    folder = tmp_path_factory.mktemp("adapt")
+    convert(demo_dir, folder / "original", "standard", copy=True)
+    convert(folder / "original", folder / "ladder", "ladder")
+    stories = (demo_dir / "stories.txt").read_text(encoding="utf-8").replace("\n\n", "\n<|endoftext|>\n")
+    (folder / "train.txt").write_text(stories[:20000], encoding="utf-8")
+    (folder / "heldout.txt").write_text(stories[20000:], encoding="utf-8")
+    return folder
+
+
+def settings(ground, name, **changes):
+    defaults = dict(
+        student=str(ground / "ladder"),
+        teacher=str(ground / "original"),
+        out=str(ground / name),
+        data=(Source(str(ground / "train.txt")),),
+        heldout=(str(ground / "heldout.txt"),),
+    )
+    return Settings(**defaults | FAST | changes)
+
+
+def run(ground, name, **changes):
+    return adapt(settings(ground, name, **changes), World(), lambda line: None)
+
+
+def digest(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def losses(ground, name):
+    lines = (ground / f"{name}.training" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
+
+
+def test_distillation_heals_and_writes_a_plain_checkpoint(ground):
+    before = digest(ground / "original" / "model.safetensors")
+    result = run(ground, "healed")
+    (text,) = result.after
+    assert result.after[text]["kl"] < 0.85 * result.before[text]["kl"]
+    assert result.after[text]["loss"] < result.before[text]["loss"]
+    assert result.tokens == FAST["tokens"]
+    # The student's weights are links to the original's file: it must not have changed.
+    assert digest(ground / "original" / "model.safetensors") == before
+    model = AutoModelForCausalLM.from_pretrained(ground / "healed")
+    assert model.wiring.spec == "ladder"
+    ours = load_model(ground / "healed")
+    ids = torch.tensor([[1, 40, 50, 60], [1, 7, 8, 9]])
+    torch.testing.assert_close(model(ids).logits, ours(ids).logits)
+    assert (ground / "healed" / "tokenizer.json").exists()
+    assert len(losses(ground, "healed")) == 12
+    assert (ground / "healed.training" / "tensorboard").is_dir()
+
+
+def test_accumulated_steps_are_the_same_steps(ground):
+    run(ground, "whole", tokens=512 * 3)
+    run(ground, "parts", tokens=512 * 3, micro_rows=2)
+    whole, parts = losses(ground, "whole"), losses(ground, "parts")
+    assert list(parts) == [1, 2, 3]
+    assert list(parts.values()) == pytest.approx(list(whole.values()), rel=1e-4)
+
+
+def test_hidden_states_are_matched(ground):
+    run(ground, "hidden", tokens=512 * 8, hidden_weight=10.0, learning_rate=1e-3)
+    lines = (ground / "hidden.training" / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    distances = [json.loads(line)["distance"] for line in lines]
+    assert len(distances) == 8
+    assert min(distances[4:]) < 0.95 * distances[0]
+
+
+def test_sft_and_its_control(ground):
+    healed = run(ground, "sft", method="sft", teacher=None)
+    control = run(ground, "control", method="sft", control=True)
+    (text,) = healed.after
+    assert healed.after[text]["loss"] < healed.before[text]["loss"]
+    assert control.before[text]["loss"] < healed.before[text]["loss"]
+    config = json.loads((ground / "control" / "config.json").read_text(encoding="utf-8"))
+    assert config["model_type"] == "llama"  # the unchanged architecture, loadable by anyone
+    assert "wiring" not in config
+
+
+def test_lora_merges_into_plain_weights(ground):
+    result = run(ground, "lora", method="lora", learning_rate=1e-2, lora_rank=4)
+    (text,) = result.after
+    assert result.after[text]["kl"] < 0.95 * result.before[text]["kl"]
+    model = load_model(ground / "lora")
+    assert not any("lora" in name for name, _ in model.named_parameters())
+    assert not list((ground / "lora").glob("adapter*"))
+
+
+def test_muon_heals_too(ground):
+    result = run(ground, "muon", optimizer="muon", learning_rate=1e-2, other_rate=0.2, tokens=512 * 8)
+    (text,) = result.after
+    assert result.after[text]["kl"] < 0.85 * result.before[text]["kl"]
+
+
+def test_layers_are_switched_over_in_stages(ground):
+    told = []
+    result = adapt(settings(ground, "stages", stages=("ladder:3-4", "ladder:1-4"), stages_share=0.5), World(), told.append)
+    stages = [line.split()[1] for line in told if line.startswith("stage ")]
+    assert stages == ["ladder:3-4", "ladder:1-4", "ladder"]
+    assert json.loads((result.output / "config.json").read_text(encoding="utf-8"))["wiring"] == "ladder"
+    plan = Stages(("a", "b"), "c", 0.5, told.append)
+    assert [plan.at(progress) for progress in (0, 0.2, 0.25, 0.49, 0.5, 1)] == ["a", "a", "b", "b", "c", "c"]
+
+
+def test_the_seed_decides(ground):
+    for name, seed in (("seed-a", 1), ("seed-b", 1), ("seed-c", 2)):
+        run(ground, name, tokens=512 * 2, seed=seed)
+    assert losses(ground, "seed-a") == losses(ground, "seed-b") != losses(ground, "seed-c")
+
+
+def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(ground):
+    with pytest.raises(Diverged, match=r"since step (\d+).*last good checkpoint is .*checkpoint-\d+") as caught:
+        run(ground, "diverged", learning_rate=1e30, warmup=4.0, save_every=1, keep=3, schedule="constant")
+    step = int(str(caught.value).split("since step ")[1].split(":")[0])
+    kept = checkpoints(ground / "diverged.training")
+    assert kept
+    assert max(int(path.name.split("-")[1]) for path in kept) < step - 1 or step == 2
+    weights = load_model(kept[-1]).state_dict()
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+    assert not (ground / "diverged").exists()
+
+
+FULL_DISK = """
+import resource, signal, sys
+from ladder_residual.adapt import trainer
+from ladder_residual.adapt.run import adapt
+from ladder_residual.adapt.settings import from_mapping
+from ladder_residual.parallel import World
+import json
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+save = trainer.AdaptTrainer._save_checkpoint
+def limited(self, *arguments):
+    if self.state.global_step == 4:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    save(self, *arguments)
+trainer.AdaptTrainer._save_checkpoint = limited
+try:
+    adapt(from_mapping(json.loads(sys.argv[1]), "test"), World(), print)
+except ValueError as error:
+    print("REFUSED", error)
+"""
+
+
+def test_a_disk_that_is_full_leaves_the_old_checkpoint_intact(ground):
+    given = dict(
+        student=str(ground / "ladder"),
+        teacher=str(ground / "original"),
+        out=str(ground / "full"),
+        data=[str(ground / "train.txt")],
+        save_every=2,
+    )
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, json.dumps(given | FAST)], capture_output=True, text=True, timeout=240
+    )
+    assert "REFUSED could not save the checkpoint of step 4" in done.stdout, done.stdout[-500:] + done.stderr[-2000:]
+    assert "checkpoint-2 is intact" in done.stdout
+    kept = checkpoints(ground / "full.training")
+    assert [path.name for path in kept] == ["checkpoint-2"]
+    load_model(kept[0])
+    assert not (ground / "full.training" / ".saving").exists()
+    resumed = run(ground, "full", save_every=2, heldout=())
+    assert resumed.steps == 12
+    assert min(losses(ground, "full")) == 1
+
+
+def with_vocabulary(ground, folder):
+    convert(ground / "original", folder / "other", "standard", copy=True)
+    config = json.loads((folder / "other" / "config.json").read_text(encoding="utf-8"))
+    (folder / "other" / "config.json").write_text(json.dumps(config | {"vocab_size": 600}), encoding="utf-8")
+    return str(folder / "other")
+
+
+def with_tokenizer(ground, folder):
+    convert(ground / "original", folder / "other", "standard", copy=True)
+    path = folder / "other" / "tokenizer.json"
+    tokenizer = json.loads(path.read_text(encoding="utf-8"))
+    vocabulary = tokenizer["model"]["vocab"]
+    if isinstance(vocabulary, list):
+        vocabulary[300], vocabulary[301] = vocabulary[301], vocabulary[300]
+    else:
+        first, second = list(vocabulary)[300:302]
+        vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    path.write_text(json.dumps(tokenizer), encoding="utf-8")
+    return str(folder / "other")
+
+
+def test_teachers_of_another_vocabulary_are_refused(ground, tmp_path):
+    with pytest.raises(ValueError, match="a vocabulary of 600, student .* one of 512"):
+        run(ground, "x", teacher=with_vocabulary(ground, tmp_path / "a"))
+    with pytest.raises(ValueError, match="different tokenizers"):
+        run(ground, "x", teacher=with_tokenizer(ground, tmp_path / "b"))
+
+
+def test_rows_longer_than_the_context_are_refused(ground):
+    with pytest.raises(ValueError, match="sequence=1024 is longer than the model's context of 512"):
+        run(ground, "x", sequence=1024, batch_tokens=1024, tokens=2048)
+
+
+def test_malformed_and_missing_data_stop_before_any_model_is_loaded(ground, tmp_path):
+    bad = tmp_path / "bad.jsonl"
+    bad.write_text('{"text": "fine"}\n{"text": "fi', encoding="utf-8")
+    with pytest.raises(ValueError, match="bad.jsonl, line 2: not JSON"):
+        run(ground, "x", data=(Source(str(bad)),))
+    with pytest.raises(ValueError, match="no data: give --data"):
+        run(ground, "x", data=())
+    (tmp_path / "short.txt").write_text("Once upon a time", encoding="utf-8")
+    with pytest.raises(ValueError, match="less than one step of 8"):
+        run(ground, "x", data=(Source(str(tmp_path / "short.txt")),), tokens=None)
+
+
+def test_results_are_never_written_over_something(ground):
+    with pytest.raises(ValueError, match="which this run reads"):
+        run(ground, "original")
+    (ground / "taken").mkdir()
+    (ground / "taken" / "file").touch()
+    with pytest.raises(ValueError, match="is not empty"):
+        run(ground, "taken")
+
+
+def test_a_run_with_other_settings_is_not_continued(ground):
+    run(ground, "first", tokens=512 * 2, save_every=1)
+    (ground / "first").rename(ground / "moved")
+    with pytest.raises(ValueError, match=r"other settings \(learning_rate\)"):
+        run(ground, "first", tokens=512 * 2, save_every=1, learning_rate=1e-4)
+    run(ground, "first", tokens=512 * 2, save_every=1, learning_rate=1e-4, resume=False)
