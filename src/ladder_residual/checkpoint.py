@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,11 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Tensors that older checkpoints store although they are computed, and a head that is tied to the embedding.
 _COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "lm_head.weight", "embed_out.weight")
+_LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.([0-9]{1,9})\.")
+_FLOATS = ("F64", "F32", "F16", "BF16")
 # A mapped file's pages stay resident while it is open: reopen it now and then, so that peak memory is the shard and not the file.
 REOPEN_AFTER_BYTES = 64 << 20
+CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20  # published ones have up to 50 KB and 15 MB
 DIGEST_WHOLE_BYTES = 64 << 20
 DIGEST_SAMPLE_BYTES = 4096
 
@@ -50,13 +54,19 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
         ) from error
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any]:
+    """The object in a JSON file of at most ``limit`` bytes; a pipe or device in its place is refused and not waited for."""
+    if not path.is_file():
+        if path.exists():
+            raise ValueError(f"{path} is not a file")
+        raise ValueError(f"{path.parent} has no {path.name}; is it a Hugging Face checkpoint?")
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ValueError(f"{path.parent} has no {path.name}; is it a Hugging Face checkpoint?") from None
-    except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
+        size = path.stat().st_size
+        content = json.loads(path.read_text(encoding="utf-8")) if size <= limit else None
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not readable JSON: {error}") from error
+    if size > limit:
+        raise ValueError(f"{path} has {size} bytes, more than the {limit} that such a file may have")
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__}, expected an object")
     return content
@@ -77,11 +87,11 @@ class Checkpoint:
     def _locate(self) -> dict[str, str]:
         """Tensor name -> file name."""
         if (self.directory / INDEX).exists():
-            weight_map = read_json(self.directory / INDEX).get("weight_map")
+            weight_map = read_json(self.directory / INDEX, INDEX_BYTES).get("weight_map")
             if not isinstance(weight_map, dict) or not weight_map:
                 raise ValueError(f"{self.directory / INDEX} has no weight_map")
             for name, file in weight_map.items():
-                if not isinstance(file, str) or Path(file).name != file or file in ("", ".", ".."):
+                if not isinstance(file, str) or not _is_plain_name(file):
                     raise ValueError(
                         f"{self.directory / INDEX} maps {name!r:.80} to {file!r:.80}: not a file of this directory"
                     )
@@ -117,11 +127,16 @@ class Checkpoint:
         return name in self.files
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Checked on the way: a tensor of whole numbers or packed bits would be read as weights without a word."""
         file = self.files[name]
         try:
-            return tuple(self._handle(file, 0).get_slice(name).get_shape())
+            part = self._handle(file, 0).get_slice(name)
+            shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
         except SafetensorError as error:
             raise ValueError(f"{self.directory / file} does not hold {name}: {error}") from error
+        if dtype not in _FLOATS:
+            raise ValueError(f"{self.directory / file}: {name} is stored as {dtype}; this loader reads {', '.join(_FLOATS)}")
+        return shape
 
     def read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
         """The tensor, or the part ``cut`` keeps of it; only that part is copied."""
@@ -155,6 +170,15 @@ class Checkpoint:
                 f"one of them is wrong"
             )
 
+    def check_layers(self, layers: int) -> None:
+        """ValueError unless the weights have so many layers: found out before a model of that size is built."""
+        held = {int(match[1]) for name in self.files if (match := _LAYER.search(name))}
+        if held and max(held) + 1 != layers:
+            raise ValueError(
+                f"{self.directory} holds the weights of {max(held) + 1} layers, but its config.json calls for {layers}: "
+                f"one of them is wrong"
+            )
+
     def digest(self) -> str:
         """A fingerprint of the weights. Small files are read whole; of large ones the header, and of every tensor its beginning,
         middle and end: two trainings differ everywhere, and reading 100 GB on each host would take longer than the run."""
@@ -181,6 +205,16 @@ class Checkpoint:
 
     def close(self) -> None:
         self._open = None
+
+
+def _is_plain_name(file: str) -> bool:
+    """Of a file beside the index: no path, nothing that a file system refuses or reads as something else."""
+    return (
+        Path(file).name == file
+        and file not in ("", ".", "..")
+        and "\0" not in file
+        and len(file.encode(errors="replace")) < 256
+    )
 
 
 def sources_of(name: str) -> Iterator[list[str]]:

@@ -14,6 +14,7 @@ from .adapt.commands import adapt
 from .bench.calibrate import calibrate_command
 from .bench.commands import Device, Dtype, Ranks, bench
 from .bench.faults.commands import faults
+from .bench.fuzz.commands import fuzz
 from .bench.hosts import commands as host_commands
 from .bench.serve import serve
 from .corpus.commands import app as data_app
@@ -39,6 +40,7 @@ bench.command("hosts-ranks", hidden=True)(host_commands.hosts_ranks)
 bench.command("hosts-report")(host_commands.hosts_report)
 bench.command("link")(host_commands.link)
 bench.command("faults")(faults)
+bench.command("fuzz")(fuzz)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
 app.command("adapt")(adapt)
@@ -184,6 +186,7 @@ def generate(
         complete_all,
         load_tokenizer,
         read_prompts,
+        tokenize,
         with_engine,
         with_seed,
     )
@@ -213,7 +216,7 @@ def generate(
         check_text(prompts)
         world.check_same("the prompts", repr(prompts))
         sampling = with_seed(sampling, world)
-        longest = max(len(ids) for ids in tokenizer(prompts)["input_ids"])
+        longest = max(len(ids) for ids in tokenize(tokenizer, prompts)["input_ids"])
         model = with_engine(
             load_model(
                 source,

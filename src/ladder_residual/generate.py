@@ -16,8 +16,11 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
-from .checkpoint import resolve
+from .checkpoint import read_json, resolve
+from .generation_settings import LEAST_TEMPERATURE
 from .parallel import World
+
+TOKENIZER_CONFIG_BYTES = 8 << 20  # published ones have up to 1.2 MB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,8 @@ class Sampling:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name.replace('_', '-')} must be between {low} and {high}, got {value}")
+        if self.temperature and self.temperature < LEAST_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {self.temperature}")
         if self.seed is not None and not 0 <= self.seed < 2**62:
             raise ValueError(f"seed must be between 0 and {2**62 - 1}, got {self.seed}")
         if any(not text for text in self.stop):
@@ -83,16 +88,41 @@ class Completion:
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     directory = resolve(source)
+    if (directory / "tokenizer_config.json").exists():
+        read_json(directory / "tokenizer_config.json", TOKENIZER_CONFIG_BYTES)
     try:
         tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # transformers raises many unrelated kinds for a missing or broken tokenizer
+    except BaseException as error:  # transformers raises many unrelated kinds for a missing or broken tokenizer
+        if not _is_tokenizers_fault(error):
+            raise
         raise ValueError(f"{directory} has no tokenizer transformers can load: {str(error)[:300]}") from error
+    limit = tokenizer.model_max_length
+    if not isinstance(limit, int | float) or isinstance(limit, bool) or not limit > 0:
+        raise ValueError(
+            f"{directory / 'tokenizer_config.json'}: model_max_length is {limit!r:.40}, expected a number of tokens"
+        )
     tokenizer.padding_side = "left"  # the last position of every row is where its next token comes from
     if tokenizer.pad_token_id is None:
         if tokenizer.eos_token_id is None:
             raise ValueError(f"the tokenizer of {directory} has neither a pad nor an eos token; batches need one of them")
         tokenizer.pad_token_id = tokenizer.eos_token_id
     return tokenizer
+
+
+def _is_tokenizers_fault(error: BaseException) -> bool:
+    """The Rust library under it panics now and then, which Python sees as an error outside ``Exception``."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, prompts: list[str], **options: Any) -> Any:
+    """ValueError for what the tokenizer cannot do; prompts are not repeated in it."""
+    check_text(prompts)
+    try:
+        return tokenizer(prompts, **options)
+    except BaseException as error:
+        if not _is_tokenizers_fault(error):
+            raise
+        raise ValueError(f"the tokenizer fails on the prompts: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def chat_prompt(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
@@ -121,8 +151,8 @@ def encode(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: list[str], sampling: Sampling, chat: bool
 ) -> Any:
     """Token ids, left-padded. A chat template writes its own special tokens, so none are added to its output."""
-    check_text(prompts)
-    batch = tokenizer(prompts, return_tensors="pt", padding=True, add_special_tokens=not chat, return_token_type_ids=False)
+    options = {"return_tensors": "pt", "padding": True, "add_special_tokens": not chat, "return_token_type_ids": False}
+    batch = tokenize(tokenizer, prompts, **options)
     if batch["input_ids"].shape[1] == 0 or not batch["attention_mask"].sum(-1).min():
         raise ValueError("a prompt is empty and the tokenizer adds no first token; give at least one character")
     length, limit = batch["input_ids"].shape[1], getattr(model.config, "max_position_embeddings", None)

@@ -19,9 +19,10 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from . import __version__
-from .checkpoint import Checkpoint, read_json, resolve, sources_of
+from .checkpoint import Checkpoint, resolve, sources_of
 from .config import Wiring
 from .families import Family, check_wiring, family_of
+from .generation_settings import generation_config
 from .hf_config import ladder_config_class, wiring_of
 from .model import rewire, set_reducer
 from .parallel import World
@@ -29,6 +30,7 @@ from .presets import ModelShape
 from .reduce import Reducer
 from .sharding import ROW_PARALLEL, Cut, RankHeads, check_divides, cut_of, rank_heads, split
 
+MAX_BUFFER_ELEMENTS = 1 << 26  # far above any model's rotary tables
 DTYPES = {
     "float32": torch.float32,
     "fp32": torch.float32,
@@ -124,6 +126,7 @@ def load_model(
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
+        _check_shapes(model, checkpoint)
         restore_buffers(model, world.device)
     except ValueError:
         raise
@@ -139,11 +142,8 @@ def load_model(
     place_parameters(model, read, shape, family, world)
     checkpoint.check_all_used()
     checkpoint.close()
-    if (checkpoint.directory / "generation_config.json").exists():
-        from transformers import GenerationConfig
-
-        read_json(checkpoint.directory / "generation_config.json")  # says what is wrong with it, if anything is
-        model.generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
+    if found := generation_config(checkpoint.directory, shape.vocab_size):
+        model.generation_config = found
     set_reducers(model, reducer or world.reducer())
     return model.eval()
 
@@ -188,6 +188,7 @@ def model_config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> 
             f"{checkpoint.directory / 'config.json'}: num_hidden_layers is {layers!r:.40}, expected a whole number"
         )
     stored = Wiring.from_config(fields, layers)
+    checkpoint.check_layers(layers)
     if wiring is not None:
         chosen = Wiring.parse(wiring, layers)
         check_wiring(family, chosen)
@@ -212,12 +213,25 @@ def stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
 
 def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
     """Buffers that are computed and not stored (rotary frequencies, embedding scale) get memory and their values."""
+    elements = sum(buffer.numel() for buffer in model.buffers() if buffer.is_meta)
+    if elements > MAX_BUFFER_ELEMENTS:
+        raise ValueError(
+            f"the config calls for computed tables of {elements} numbers, more than {MAX_BUFFER_ELEMENTS}: it is wrong"
+        )
     for module in model.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for name, buffer in own.items():
             module._buffers[name] = torch.empty_like(buffer, device=device)
         if own:
             model._init_weights(module)  # transformers computes them here; parameters are still without memory
+
+
+def _check_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
+    """Before anything gets memory: what is stored under a parameter's own name has the shape the config calls for."""
+    for name, parameter in model.named_parameters():
+        stored = next((own[0] for own in sources_of(name) if own[0] in checkpoint), None)
+        if stored is not None:
+            _check_shape(checkpoint, stored, tuple(parameter.shape))
 
 
 def _read_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:

@@ -85,11 +85,11 @@ class _Decoder:
         generator = torch.Generator().manual_seed(0)
         self.token = torch.randint(0, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
         self.prompt = prompt
-        name = family_of(model.config.to_dict()).mlp_norm
-        layers = decoder_layers(model) if name else []
-        if any(not hasattr(layer, name) for layer in layers):
-            raise ValueError("the checkpoint's wiring is parallel: its layers lack a norm that the other wirings need")
-        self.norms = [(layer, name, getattr(layer, name)) for layer in layers]
+        self.norms: list[tuple[Any, str, Any]] = []
+        if name := family_of(model.config.to_dict()).mlp_norm:
+            if any(not hasattr(layer, name) for layer in decoder_layers(model)):
+                raise ValueError("the checkpoint's wiring is parallel: its layers lack a norm that the other wirings need")
+            self.norms = [(layer, name, getattr(layer, name)) for layer in decoder_layers(model)]
 
     def step(self) -> None:
         self.rewire()

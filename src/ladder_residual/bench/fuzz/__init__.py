@@ -1,0 +1,1 @@
+"""``ladder bench fuzz``: broken and hostile input of every kind the package reads, in processes of their own."""

@@ -1,0 +1,70 @@
+"""One process of the fuzzer: runs inputs one after another and reports each on standard output, so that what kills or hangs it is known.
+
+python -m ladder_residual.bench.fuzz.worker DIRECTORY SEED FIRST COUNT STRIDE MEMORY_BYTES TARGET,TARGET
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import sys
+import time
+import traceback
+import warnings
+from pathlib import Path
+from random import Random
+
+
+def main() -> None:
+    directory, seed, first, count, stride, memory, names = sys.argv[1:]
+    report = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # what libraries print is not our report
+    warnings.simplefilter("ignore")
+    logging.disable(logging.CRITICAL)
+    import transformers
+
+    from .targets import TARGETS, Box, _demo_model
+
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    box = Box(Path(directory))
+    _demo_model()
+    base = _address_space()
+    resource.setrlimit(resource.RLIMIT_AS, (base + int(memory), resource.RLIM_INFINITY))
+    chosen = names.split(",")
+    for number in range(int(first), int(count), int(stride)):
+        name = chosen[number % len(chosen)]
+        report.write(json.dumps({"begin": number, "target": name}) + "\n")
+        start, finding = time.process_time(), None
+        try:
+            TARGETS[name](box, Random(f"{seed}:{number}"))
+            end = "accepted"
+        except ValueError:
+            end = "refused"
+        except BaseException as error:
+            end, finding = "unexpected", f"{type(error).__name__}: {str(error)[:300]}\n{traceback.format_exc()[-1500:]}"
+        if intruders := box.intruders():
+            end, finding = "unexpected", f"files outside the target: {intruders}"
+        row = {"end": end, "number": number, "target": name, "seconds": time.process_time() - start, "finding": finding}
+        report.write(json.dumps(row) + "\n")
+    report.write(json.dumps({"done": True, "grown_bytes": max(0, _peak() - base)}) + "\n")
+
+
+def _status(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def _address_space() -> int:
+    return _status("VmSize:")
+
+
+def _peak() -> int:
+    return _status("VmPeak:")
+
+
+if __name__ == "__main__":
+    main()
