@@ -1,5 +1,6 @@
 """``ladder eval``: equal to the harness with its own Hugging Face model, in three steps as in one, on two ranks as on one."""
 
+import gzip
 import json
 import math
 import shutil
@@ -9,7 +10,7 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
-from eval_files import piqa, write_lines, write_tasks
+from eval_files import arc, mmlu, piqa, write_lines, write_tasks
 from ladder_residual.cli import app
 from ladder_residual.evaluate import harness, results
 from ladder_residual.evaluate.requests import Requests, Scores
@@ -261,6 +262,28 @@ def test_the_command_in_three_steps(folder, demo_dir, tmp_path):
     assert json.loads(done.stdout)["rows"] == json.loads(direct.stdout)["rows"]
 
 
+def test_scores_of_several_models_in_one_file(folder, demo_dir, tmp_path):
+    """As a run over many models on another machine gathers them: a result for each, and the table of all."""
+    options = ["--tasks", "piqa,arc_easy:2", "--local", folder]
+    ladder(demo_dir, *options, "--requests-out", tmp_path / "r.gz")
+    gathered = {}
+    for name, wiring in (("before", "standard"), ("zero-shot, last half", "ladder:last-half")):
+        score_all(load_model(demo_dir, wiring=wiring), Requests.load(tmp_path / "r.gz")).save(tmp_path / "s.json")
+        gathered[name] = json.loads((tmp_path / "s.json").read_text())
+    with gzip.open(tmp_path / "all.json.gz", "wt") as file:
+        json.dump(gathered, file)
+    done = ladder(demo_dir, *options, "--scores-in", tmp_path / "all.json.gz", "--out", tmp_path / "all.json")
+    assert done.exit_code == 0, done.exception
+    assert done.stdout.startswith("| task | shots | rows | before | zero-shot, last half |")
+    assert (tmp_path / "all.md").read_text() == done.stdout
+    stored = {name: results.load(tmp_path / f"all-{name}.json") for name in ("before", "zero-shot-last-half")}
+    assert [result["wiring"] for result in stored.values()] == ["standard", "ladder:3-4"]
+    direct = ladder(demo_dir, *options, "--wiring", "ladder:last-half", "--json")
+    assert json.loads(direct.stdout)["rows"] == stored["zero-shot-last-half"]["rows"]
+    again = side_by_side({"before": stored["before"], "zero-shot, last half": stored["zero-shot-last-half"]})
+    assert again == done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -331,6 +354,33 @@ def test_judges_that_are_not_installed(folder, demo_dir, tmp_path, monkeypatch):
     assert "- humaneval_plus: left out: humaneval_plus runs the code" in done.stdout
     assert "- arc_challenge: left out: no file for task" in done.stdout
     assert "| openbookqa | 0 | 2 | acc_norm |" in done.stdout
+
+
+def test_tasks_of_the_hub(demo_dir, monkeypatch):
+    """The way users with a connection go, up to the download: the harness's own splits, groups of groups, tags."""
+    import datasets
+
+    asked = []
+
+    def load_dataset(path, name=None, **_):
+        asked.append((path, name))
+        if path == "baber/piqa":
+            rows = {"train": map(piqa, range(20, 30)), "validation": map(piqa, range(6))}
+        elif path == "cais/mmlu":
+            rows = {"test": [mmlu(len(name), name), mmlu(1, name)], "dev": [mmlu(i, name) for i in range(5)]}
+        else:
+            rows = {"train": map(arc, range(20, 30)), "validation": map(arc, range(40, 44)), "test": map(arc, range(4))}
+        return {split: datasets.Dataset.from_list(list(found)) for split, found in rows.items()}
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    done = ladder(demo_dir, "--tasks", "piqa:2,mmlu:0,arc_easy", "--limit", 1, "--json")
+    assert done.exit_code == 0, done.exception
+    assert ("allenai/ai2_arc", "ARC-Easy") in asked
+    found = figures(json.loads(done.stdout))
+    assert found["mmlu", "acc"][2:] == (57, 0)
+    assert found["piqa", "acc_norm"][2:] == (1, 2)
+    assert {task for task, _ in found} == {"piqa", "mmlu", "arc_easy"}
+    assert json.loads(done.stdout)["notes"] == {}
 
 
 def test_without_files_the_hub_is_asked(demo_dir):

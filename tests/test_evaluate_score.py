@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from ladder_residual.evaluate.requests import Request, Requests, Score, Scores
-from ladder_residual.evaluate.score import perplexity, perplexity_of, score, score_all, windows_of
+from ladder_residual.evaluate.requests import Request, Requests, Score, Scores, load_scores
+from ladder_residual.evaluate.score import main, perplexity, perplexity_of, score, score_all, windows_of
 from ladder_residual.loading import load_model
 from ranks import run_on_ranks
 
@@ -183,10 +183,15 @@ def test_the_command_scores_a_file(demo_dir, tmp_path, model):
     assert {"commit", "date", "machine", "torch", "dtype", "tp", "seconds"} <= document.keys()
     read = Scores.load(tmp_path / "s.json")
     assert [read[request] for request in requests.groups["loglikelihood"]] == score(model, requests.groups["loglikelihood"])
-    command[-2] = tmp_path / "s.json"
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 2
-    assert "cannot read the requests" in done.stderr
+
+
+def test_the_command_says_what_is_wrong(demo_dir, tmp_path, monkeypatch, capsys):
+    (tmp_path / "r.gz").write_text("no archive")
+    monkeypatch.setattr(sys, "argv", ["score", str(demo_dir), str(tmp_path / "r.gz"), str(tmp_path / "s.json")])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    assert stopped.value.code == 2
+    assert "error: cannot read the requests" in capsys.readouterr().err
 
 
 def test_damaged_files_are_named(tmp_path):
@@ -210,7 +215,11 @@ def test_damaged_files_are_named(tmp_path):
             Requests.load(requests_file(*lines))
     for text in ("", "[]", "{}", '{"format": "ladder-residual scores 1", "scores": {"a": 1}}'):
         (tmp_path / "s.json").write_text(text)
-        with pytest.raises(ValueError, match="is no scores file"):
-            Scores.load(tmp_path / "s.json")
+        for load in (Scores.load, load_scores):
+            with pytest.raises(ValueError, match="is no scores file"):
+                load(tmp_path / "s.json")
+    (tmp_path / "s.json").write_text('{"before": {"format": "ladder-residual scores 1"}}')
+    with pytest.raises(ValueError, match="s.json, before is no scores file"):
+        load_scores(tmp_path / "s.json")
     with pytest.raises(ValueError, match="cannot read"):
         Scores.load(tmp_path / "none.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from ..bench.commands import Device, Dtype, Ranks
 from ..launch import on_ranks
 from .markdown import render
 from .results import save
+from .table import side_by_side
 from .tasks import wanted_tasks
 
 Tasks = Annotated[
@@ -39,7 +41,9 @@ def evaluate(
     out: Annotated[Path | None, typer.Option(help="Write the result here (.json), and its table beside it (.md).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
     requests_out: Annotated[Path | None, typer.Option(help="Only write what to score (.jsonl.gz); no model runs.")] = None,
-    scores_in: Annotated[Path | None, typer.Option(help="Take the scores from this file; no model runs.")] = None,
+    scores_in: Annotated[
+        Path | None, typer.Option(help="Take the scores from this file (of one model or several); no model runs.")
+    ] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Put every prompt into the model's chat template.")] = False,
     allow_code: Annotated[bool, typer.Option("--allow-code", help="Run the code that the model writes (humaneval).")] = False,
     max_length: Annotated[int | None, typer.Option(help="Tokens of a prompt; default: the model's context.")] = None,
@@ -89,11 +93,16 @@ def evaluate(
             print(f"written  {requests_out}  {len(requests)} requests ({groups})")
             return
         if scores_in is not None:
-            from .requests import Scores
+            from .requests import load_scores
 
             if against is not None and earlier is None:
                 raise ValueError("--scores-in runs no model: --against takes the .json of an earlier evaluation")
-            result = session.from_scores(source, loaded, Scores.load(scores_in))
+            scores = load_scores(scores_in)
+            if list(scores) != [""]:
+                found = {name: session.from_scores(source, loaded, one, name) for name, one in scores.items()}
+                _tell_all(found | ({"against": earlier} if earlier else {}), out, as_json)
+                return
+            result = session.from_scores(source, loaded, scores[""])
         else:
             result = session.evaluate(source, loaded, wiring=wiring, dtype=dtype)
         if against is not None:
@@ -116,3 +125,13 @@ def _tell(result: dict[str, Any], out: Path | None, as_json: bool) -> None:
         save(result, out)
         out.with_suffix(".md").write_text(page, encoding="utf-8")
     print(json.dumps(result) if as_json else page, end="\n" if as_json else "")
+
+
+def _tell_all(results: dict[str, Any], out: Path | None, as_json: bool) -> None:
+    """Several models' scores came in one file: each result goes to a file of its own, the table shows them side by side."""
+    page = side_by_side(results) if len(results) > 1 else render(next(iter(results.values())))
+    if out is not None:
+        for name, result in results.items():
+            save(result, out.with_name(f"{out.stem}-{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.json"))
+        out.with_suffix(".md").write_text(page, encoding="utf-8")
+    print(json.dumps(results) if as_json else page, end="\n" if as_json else "")

@@ -41,18 +41,36 @@ class ScoringLM(HFLM):
     requests or looks scores up."""
 
     def __init__(
-        self, tokenizer: Any, config: Any, scorer: Scorer, *, model: Any = None, max_length: int, batch_size: int, quiet: bool
+        self,
+        tokenizer: Any,
+        config: Any,
+        scorer: Scorer,
+        *,
+        model: Any = None,
+        max_length: int,
+        batch_size: int = 1,
+        quiet: bool = True,
+        encoded: dict[str, list[int]] | None = None,
     ) -> None:
         self.scorer, self.quiet = scorer, quiet
         self.truncated = 0  # requests that had to lose the beginning of their context
+        self.encoded = encoded if encoded is not None else {}  # texts met before, by this or another model with the tokenizer
         self._group = "loglikelihood"
-        super().__init__(
-            pretrained=model if model is not None else SimpleNamespace(config=config, device=torch.device("cpu")),
-            backend="causal",
-            tokenizer=tokenizer,
-            max_length=max_length,
-            batch_size=batch_size,
-        )
+        with _quietly():
+            super().__init__(
+                pretrained=model if model is not None else SimpleNamespace(config=config, device=torch.device("cpu")),
+                backend="causal",
+                tokenizer=tokenizer,
+                max_length=max_length,
+                batch_size=batch_size,
+            )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
+        if add_special_tokens is not None or options:
+            return list(super().tok_encode(string, add_special_tokens, **options))
+        if string not in self.encoded:
+            self.encoded[string] = list(super().tok_encode(string))
+        return self.encoded[string]
 
     def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: int | None = None) -> Any:
         fitting = [self._fit(context, continuation) for _, context, continuation in requests]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -120,15 +121,38 @@ class Scores:
 
     @classmethod
     def load(cls, path: str | Path) -> Scores:
-        try:
-            document = json.loads(Path(path).read_text(encoding="utf-8"))
-            if document.pop("format") != SCORES_FORMAT:
-                raise KeyError("format")
-            scores = {key: Score(float(logprob), bool(greedy)) for key, (logprob, greedy) in document.pop("scores").items()}
-        except OSError as error:
-            raise ValueError(f"cannot read the scores in {path}: {error}") from error
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise ValueError(
-                f"{path} is no scores file; `python -m ladder_residual.evaluate.score` writes one ({type(error).__name__}: {error})"
-            ) from error
-        return cls(scores, document)
+        return _scores(path, _document(path))
+
+
+def load_scores(path: str | Path) -> dict[str, Scores]:
+    """One file of scores, or several models' in one (``{name: scores}``, as a run over many models gathers them)."""
+    document = _document(path)
+    if not isinstance(document, dict) or not document or "format" in document:
+        return {"": _scores(path, document)}
+    return {str(name): _scores(f"{path}, {name}", part) for name, part in document.items()}
+
+
+def _document(path: str | Path) -> Any:
+    try:
+        data = Path(path).read_bytes()
+        return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"cannot read the scores in {path}: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise _no_scores(path, error) from error
+
+
+def _scores(where: str | Path, document: Any) -> Scores:
+    try:
+        about = dict(document)
+        if about.pop("format") != SCORES_FORMAT:
+            raise KeyError("format")
+        scores = {key: Score(float(logprob), bool(greedy)) for key, (logprob, greedy) in about.pop("scores").items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise _no_scores(where, error) from error
+    return Scores(scores, about)
+
+
+def _no_scores(where: str | Path, error: Exception) -> ValueError:
+    reason = f"{type(error).__name__}: {error}"
+    return ValueError(f"{where} is no scores file; `python -m ladder_residual.evaluate.score` writes one ({reason:.200})")

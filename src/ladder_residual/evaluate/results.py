@@ -85,7 +85,8 @@ def _items(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             value = sample[metric]
             if isinstance(value, tuple | list):  # sums over words, not a figure of this row
                 continue
-            values.setdefault(label, []).append(round(float(value), 6))
+            number = round(float(value), 6)
+            values.setdefault(label, []).append(int(number) if number.is_integer() else number)
             rows.setdefault(label, []).append(sample["doc_hash"])
     digests = {label: hashlib.sha256("".join(hashes).encode()).hexdigest()[:16] for label, hashes in rows.items()}
     return {label: {"rows": digests[label], "values": found} for label, found in values.items()}

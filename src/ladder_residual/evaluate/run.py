@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import sys
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from .local import read_text
 from .provenance import provenance
 from .requests import Request, Requests, Score, Scores
 from .results import Result, compare, compare_perplexity, harness_rows, load
-from .score import BATCH_TOKENS, perplexity_of, score, windows_of
+from .score import perplexity_of, score, windows_of
 from .tasks import HARNESS_REQUIRED, Wanted
 
 
@@ -45,6 +46,7 @@ class Session:
     def __init__(self, plan: Plan, world: World) -> None:
         self.plan, self.world = plan, world
         self.quiet = not (world.is_main and sys.stderr.isatty())
+        self.encoded: dict[str, dict[str, list[int]]] = {}  # by tokenizer
         self.text = read_text(plan.perplexity) if plan.perplexity else ""
         if plan.perplexity and not self.text.strip():
             raise ValueError(f"{plan.perplexity} holds no text")
@@ -52,6 +54,7 @@ class Session:
     def evaluate(self, source: str, tasks: Any, *, wiring: str | None = None, dtype: str = "auto") -> Result:
         """With the model at hand."""
         tokenizer = _tokenizer(source)
+        gc.collect()  # an earlier model may linger in reference cycles, and two might not fit
         model = load_model(source, self.world, wiring=wiring, dtype=dtype)
 
         def scorer(group: str, requests: Sequence[Request]) -> list[Score]:
@@ -78,11 +81,10 @@ class Session:
         names = [{"task": one.task.name, "shots": one.shots} for one in self.plan.wanted]
         return Requests(recorded, {"tokenizer": source, "tasks": names, "limit": self.plan.limit})
 
-    def from_scores(self, source: str, tasks: Any, scores: Scores) -> Result:
-        """With scores made elsewhere."""
-        made = {"model": source, "wiring": "", "dtype": "", "tp": 1, **provenance(), **scores.about}
-        found = self._result(_tokenizer(source), _config(source), lambda _, asked: [scores[one] for one in asked], tasks, made)
-        return found
+    def from_scores(self, source: str, tasks: Any, scores: Scores, name: str = "") -> Result:
+        """With scores made elsewhere; ``source`` is where the tokenizer is."""
+        made = {"model": name or source, "wiring": "", "dtype": "", "tp": 1, **provenance(), **scores.about}
+        return self._result(_tokenizer(source), _config(source), lambda _, asked: [scores[one] for one in asked], tasks, made)
 
     def _result(self, tokenizer: Any, config: Any, scorer: Any, tasks: Any, about: dict[str, Any], model: Any = None) -> Result:
         result: Result = {**about, "limit": self.plan.limit, "chat": self.plan.chat, "rows": [], "items": {}, "notes": {}}
@@ -108,6 +110,7 @@ class Session:
             max_length=min(plan.max_length or limit, limit),
             batch_size=plan.batch_size,
             quiet=self.quiet,
+            encoded=self.encoded.setdefault(tokenizer.name_or_path, {}),
         )
         raw = run(tasks, lm, limit=plan.limit, chat=plan.chat, allow_code=plan.allow_code)
         notes = {name: list(found) for name, found in tasks.notes.items()}
@@ -179,6 +182,3 @@ def _config(source: str) -> Any:
     fields = read_json(resolve(source, weights=False) / "config.json")
     known = {key: fields.get(key) for key in ("max_position_embeddings", "vocab_size", "model_type")}
     return SimpleNamespace(**known)
-
-
-__all__ = ["BATCH_TOKENS", "Plan", "Session", "check_harness", "stored_result", "with_comparison"]

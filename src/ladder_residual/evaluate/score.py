@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..hf_config import wiring_of
+from .provenance import provenance
 from .requests import Request, Requests, Score, Scores
 
 BATCH_TOKENS = {"cuda": 65536, "cpu": 4096}  # a batch of a small model's tokens that keeps the device busy
@@ -191,12 +193,14 @@ def perplexity(
 
 
 def score_all(model: Any, requests: Requests, batch_tokens: int | None = None, progress: Progress | None = None) -> Scores:
-    """Every group of a requests file; ``about`` says how long it took."""
+    """Every group of a requests file; ``about`` says what was scored, on what, and how long it took."""
     started = time.perf_counter()
     found: dict[str, Score] = {}
     for group in requests.groups.values():
         found |= Scores.of(group, score(model, group, batch_tokens, progress)).by_key
-    return Scores(found, {"seconds": round(time.perf_counter() - started, 3), "requests": len(requests)})
+    took = {"seconds": round(time.perf_counter() - started, 3), "requests": len(requests)}
+    kind = {"wiring": wiring_of(model.config).spec, "dtype": str(model.dtype).removeprefix("torch.")}
+    return Scores(found, {**kind, **took, **provenance()})
 
 
 def main() -> None:
@@ -230,9 +234,7 @@ def main() -> None:
 
 
 def _run(options: Any, requests: Requests, world: Any) -> None:
-    from ..hf_config import wiring_of
     from ..loading import load_model
-    from .provenance import provenance
 
     dtype = "bfloat16" if options.dtype == "auto" and world.device.type == "cuda" else options.dtype
     model = load_model(options.model, world, wiring=options.wiring, dtype=dtype)
