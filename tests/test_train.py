@@ -4,6 +4,9 @@ import json
 import math
 import resource
 import shutil
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -91,7 +94,7 @@ def sums_of_a_step(world, document):
     return events
 
 
-@pytest.mark.parametrize(("ranks", "wiring", "hidden"), [(2, "standard", 0), (2, "ladder", 5 + 5), (4, "ladder", 5 + 5)])
+@pytest.mark.parametrize(("ranks", "wiring", "hidden"), [(2, "standard", 0), (4, "ladder", 5 + 5)])
 def test_sums_are_hidden_forward_and_backward_under_fsdp(ranks, wiring, hidden, corpus, tmp_path):
     document = tiny_recipe(corpus, tmp_path, wiring, parallel=dict(tp=2), batch=dict(rows=ranks))
     events = run_on_ranks(ranks, sums_of_a_step, document)[0]
@@ -135,7 +138,39 @@ def test_killed_again_and_again(corpus, alone, tmp_path):
     assert trained_losses(tmp_path) == trained_losses(alone["ladder"])
 
 
-@pytest.mark.parametrize(("layout", "wiring"), [("tp2", "ladder"), ("dp2", "standard"), ("dp2 x tp2", "ladder")])
+@pytest.mark.slow
+def test_ranks_that_are_killed_go_on_within_rounding(corpus, alone, tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(as_toml(tiny_recipe(corpus, tmp_path / "run", parallel=dict(tp=2), checkpoint=dict(every=3))))
+    command = [sys.executable, "-m", "ladder_residual", "train", str(recipe), "--ranks", "4"]
+    launcher = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    while steps_logged(tmp_path / "run") < 8 and launcher.poll() is None:
+        time.sleep(0.01)
+    assert launcher.poll() is None, "it ended before it could be killed"
+    launcher.kill()  # its ranks follow it
+    launcher.wait()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "resumed from" in done.stderr
+    check_same(trained_losses(tmp_path / "run"), trained_losses(alone["ladder"]), 1e-5)
+
+
+def as_toml(document):
+    lines = [f"name = {document['name']!r}"]
+    for table, values in document.items():
+        if isinstance(values, dict):
+            lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    return "\n".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("layout", "wiring"),
+    [
+        pytest.param("tp2", "ladder", marks=pytest.mark.slow),
+        pytest.param("dp2", "standard", marks=pytest.mark.slow),
+        ("dp2 x tp2", "ladder"),
+    ],
+)
 def test_a_run_goes_on_with_other_ranks_and_back(layout, wiring, corpus, alone, tmp_path):
     ranks, tp = LAYOUTS[layout]
     shutil.copytree(alone[wiring], tmp_path / "run")
@@ -213,7 +248,7 @@ def test_an_export_is_a_hugging_face_checkpoint(corpus, alone, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert type(model).__name__ == "LadderLlamaForCausalLM"
     assert model.wiring.spec == "ladder"
-    rows = loop_module.open_rows(Recipe.from_dict(tiny_recipe(corpus, tmp_path)), str(corpus), "data.valid", shuffle=False)
+    rows = loop_module.open_rows(Recipe.from_dict(tiny_recipe(corpus, tmp_path)), "valid", shuffle=False)
     batch = rows.batch(0, 6)
     with torch.no_grad():
         loss = model(**batch).loss.item()
@@ -264,6 +299,15 @@ def test_what_cannot_be_trained_is_refused(corpus, tmp_path):
             train(Recipe.from_dict(tiny_recipe(corpus, tmp_path, **changes)), quiet=True)
 
     refused("data.train: .* has no index.json", data=dict(train=str(tmp_path / "none")))
+    for number, damage in enumerate(("gone", "cut", "changed")):
+        shards = tmp_path / damage
+        shutil.copytree(corpus, shards)
+        file = shards / "00000.tokens"
+        data = bytearray(file.read_bytes())
+        data[100] ^= 1
+        [file.unlink, lambda file=file: file.write_bytes(b"1"), lambda file=file, data=data: file.write_bytes(data)][number]()
+        expected = ("is missing", "has 1 bytes, the index says", "is damaged: its sha256")[number]
+        refused(f"data.train: .*00000.tokens {expected}", data=dict(train=str(shards), verify="checksums"))
     refused("vocabulary of 512, but model.vocab_size is 300", model=tiny_training.MODEL | {"vocab_size": 300})
     refused(r"parallel\.tp 2 does not fit", parallel=dict(tp=2))
     refused("micro_rows 3 does not divide the 8 rows", batch=dict(rows=8, micro_rows=3))

@@ -59,8 +59,9 @@ class Loop:
     def __init__(self, recipe: Recipe, layout: Layout, *, resume: str, quiet: bool) -> None:
         self.recipe, self.layout = recipe, layout
         self.rows, self.micro_rows = rows_per_rank(recipe.batch.rows, layout.dp, recipe.batch.micro_rows)
-        self.train_rows = open_rows(recipe, recipe.data.train, "data.train", shuffle=True)
-        self.valid_rows = open_rows(recipe, recipe.data.valid, "data.valid", shuffle=False) if recipe.data.valid else None
+        verify = recipe.data.verify if layout.world.is_main else "sizes"  # one rank reads for all
+        self.train_rows = open_rows(recipe, "train", shuffle=True, verify=verify)
+        self.valid_rows = open_rows(recipe, "valid", shuffle=False, verify=verify) if recipe.data.valid else None
         layout.world.check_same("the recipe", json.dumps(recipe.to_dict(), sort_keys=True))
         layout.world.check_same("the training data", json.dumps(self.train_rows.corpus.index(), sort_keys=True))
         # FSDP warns of outputs that are views: nothing here writes into a layer's output.
@@ -223,11 +224,13 @@ class Loop:
         self.logs.close()
 
 
-def open_rows(recipe: Recipe, path: str | None, key: str, *, shuffle: bool) -> Rows:
+def open_rows(recipe: Recipe, part: str, *, shuffle: bool, verify: Any = "sizes") -> Rows:
+    """The rows of ``data.train`` or ``data.valid``."""
+    path, key = getattr(recipe.data, part), f"data.{part}"
     if not path:
         raise ValueError(f"the recipe names no {key}: a directory written by `ladder data prepare`")
     try:
-        corpus = Corpus.open(Path(path))
+        corpus = Corpus.open(Path(path), verify)
     except ValueError as error:
         raise ValueError(f"{key}: {error}") from error
     vocabulary = recipe.model.shape().vocab_size

@@ -77,6 +77,7 @@ class Data:
     sequence: int = 2048
     seed: int | None = None  # of the order of rows; default: the run's seed
     document_attention: bool = False  # attention stays inside documents
+    verify: str = "sizes"  # of the shards, before the first step: sizes, or checksums (reads them all)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -322,6 +323,7 @@ def _check(recipe: Recipe) -> None:
     choices = {
         "optimizer.schedule": ("cosine", "wsd", "constant"),
         "run.precision": ("bf16", "fp32"),
+        "data.verify": ("sizes", "checksums"),
         "run.device": ("auto", "cpu", "cuda"),
         "parallel.reducer": ("async", "blocking"),
         "model.family": tuple(FAMILIES),
