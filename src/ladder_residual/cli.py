@@ -17,6 +17,7 @@ from .bench.faults.commands import faults
 from .bench.fuzz.commands import fuzz
 from .bench.hosts import commands as host_commands
 from .bench.serve import serve
+from .bench.vllm_one_rank import vllm_tp1
 from .corpus.commands import app as data_app
 from .evaluate.command import evaluate
 from .launch import follow_launcher, on_ranks, report_error, told
@@ -35,6 +36,7 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 bench.command("calibrate")(calibrate_command)
 bench.command("serve")(serve)
+bench.command("vllm-tp1")(vllm_tp1)
 bench.command("hosts")(host_commands.hosts)
 bench.command("hosts-ranks", hidden=True)(host_commands.hosts_ranks)
 bench.command("hosts-report")(host_commands.hosts_report)

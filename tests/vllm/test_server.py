@@ -16,7 +16,7 @@ import pytest
 import tiny
 from engines import end_group, environment
 
-from ladder_residual.bench.serve import VLLM, Server, _free_port, started
+from ladder_residual.bench.vllm_servers import VLLM, Server, free_port, started
 from ladder_residual.generate import load_tokenizer
 
 PROMPT = "Once upon a time"
@@ -130,7 +130,7 @@ def test_sigterm_lets_the_request_in_flight_finish(client: Any, server: Server, 
 def test_without_the_plugin_the_server_refuses(folder: Path, checkpoint: Path) -> None:
     """A checkpoint that says what it is must not be served as if it were something else."""
     settings = environment(folder, 1) | {"VLLM_PLUGINS": ""}  # no plugin is loaded
-    command = [*VLLM, "serve", str(checkpoint), "--port", str(_free_port()), "--enforce-eager", "--max-model-len", "256"]
+    command = [*VLLM, "serve", str(checkpoint), "--port", str(free_port()), "--enforce-eager", "--max-model-len", "256"]
     process = subprocess.Popen(
         command, env=settings, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )
