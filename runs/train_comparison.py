@@ -35,11 +35,18 @@ SHAPES = {
 }
 
 
+def split_name(name, options):
+    """``ladder-0`` or, with another learning rate than --lr, ``ladder-0@2e-3``."""
+    run, at, lr = name.partition("@")
+    label, _, seed = run.rpartition("-")
+    return label, int(seed), float(lr) if at else options.lr
+
+
 def recipe_of(name, options, directory):
     from ladder_residual.corpus.shards import Corpus
     from ladder_residual.train.recipe import Recipe
 
-    label, _, seed = name.rpartition("-")
+    label, seed, lr = split_name(name, options)
     wiring, ranks = WIRINGS[label]
     vocabulary = -(-Corpus.open(options.data / "train").vocab_size // 64) * 64
     evaluations = max(1, options.steps // options.evaluations)
@@ -50,10 +57,8 @@ def recipe_of(name, options, directory):
             data=dict(train=str(options.data / "train"), valid=str(options.data / "valid"), sequence=options.sequence),
             batch=dict(rows=options.rows),
             parallel=dict(emulate_ranks=ranks),
-            optimizer=dict(lr=options.lr, warmup=max(1, options.steps // 12), final_lr=0.1, weight_decay=0.1),
-            run=dict(
-                steps=options.steps, seed=int(seed), precision=options.precision, compile=not options.eager, loss_chunk=16384
-            ),
+            optimizer=dict(lr=lr, warmup=max(1, options.steps // 12), final_lr=0.1, weight_decay=0.1),
+            run=dict(steps=options.steps, seed=seed, precision=options.precision, compile=not options.eager, loss_chunk=16384),
             evaluate=dict(every=evaluations, first=True, rows=options.valid_rows),
             checkpoint=dict(directory=str(directory / name), enabled=False),
             log=dict(every=10, tensorboard=False),
@@ -92,8 +97,9 @@ def collect(names, options, directory, states, began):
         runs.append(
             dict(
                 run=name,
-                wiring=name.rpartition("-")[0],
-                seed=int(name.rpartition("-")[2]),
+                wiring=split_name(name, options)[0],
+                seed=split_name(name, options)[1],
+                lr=split_name(name, options)[2],
                 state=states.get(name, ("waiting",))[0],
                 losses=[[event["step"], round(sum(event["losses"]) / len(event["losses"]), 5)] for event in trains],
                 grad_norms=[round(event["grad_norm"], 4) for event in trains],
@@ -144,7 +150,7 @@ def main():
     parser.add_argument("--seconds", type=float, default=560, help="give up after this; what is there is kept")
     options = parser.parse_args()
     names = options.runs.split(",")
-    unknown = [name for name in names if name.rpartition("-")[0] not in WIRINGS]
+    unknown = [name for name in names if split_name(name, options)[0] not in WIRINGS]
     if unknown:
         raise SystemExit(f"unknown runs {unknown}; wirings: {', '.join(WIRINGS)}, each with -SEED")
     options.out.mkdir(parents=True, exist_ok=True)
