@@ -28,9 +28,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ladder_residual.adapt.building import build_trainer, load_models
 from ladder_residual.adapt.objective import detach
 from ladder_residual.adapt.rows import LEARN, MixedRows, RowStore
-from ladder_residual.adapt.run import Curve, build_trainer, load_models, save_result
+from ladder_residual.adapt.run import Curve, save_result
 from ladder_residual.adapt.settings import Settings, Source
 from ladder_residual.model import EAGER, decoder_layers, rewire
 from ladder_residual.parallel import World, distributed

@@ -1,5 +1,6 @@
 """Healing in real processes: killed and resumed, on two ranks with DDP and FSDP2, from the command line and from recipes."""
 
+import contextlib
 import json
 import os
 import random
@@ -42,10 +43,8 @@ def entries(ground, name):
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     found = []
     for line in lines:
-        try:
+        with contextlib.suppress(ValueError):  # a line that was being written when its writer was killed
             found.append(json.loads(line))
-        except ValueError:
-            pass  # a line that was being written when its writer was killed
     return found
 
 

@@ -28,6 +28,7 @@ class GraphedStep:
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.loss = loss
         self.key: Any = None
+        self.recorded: Any = None  # the graph, the gradients and the parts of the loss that it writes
 
     def run(self, key: Any, inputs: dict[str, Tensor], counts: Counts, hidden_weight: float) -> dict[str, Tensor]:
         key = (key, hidden_weight > 0, tuple((name, value.shape) for name, value in inputs.items()))
@@ -39,14 +40,14 @@ class GraphedStep:
         for ours, given in zip(self.counts, counts, strict=True):
             ours.copy_(given)
         self.hidden_weight.fill_(hidden_weight)
-        self.graph.replay()
-        for parameter, gradient in self.gradients:
+        graph, gradients, parts = self.recorded
+        graph.replay()
+        for parameter, gradient in gradients:
             parameter.grad = gradient  # the Trainer forgets gradients after each step; the graph writes to the same memory
-        return {name: value.clone() for name, value in self.parts.items()}
+        return {name: value.clone() for name, value in parts.items()}
 
     def _record(self, inputs: dict[str, Tensor], counts: Counts, hidden_weight: float) -> None:
-        self.key = None
-        self.graph = self.parts = self.gradients = None  # type: ignore[assignment]  # their memory is needed now
+        self.key = self.recorded = None  # its memory is needed now
         torch.cuda.empty_cache()
         self.inputs = {name: value.clone() for name, value in inputs.items()}
         self.counts = Counts(*(value.clone() for value in counts))
@@ -59,10 +60,11 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(side)
         self._forget()
         torch.cuda.synchronize()
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.parts = self._pass(hidden_weight > 0)
-        self.gradients = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            parts = self._pass(hidden_weight > 0)
+        gradients = [(parameter, parameter.grad) for parameter in self.parameters if parameter.grad is not None]
+        self.recorded = (graph, gradients, parts)
 
     def _pass(self, matching: bool) -> dict[str, Tensor]:
         self._forget()

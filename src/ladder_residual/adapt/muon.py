@@ -43,7 +43,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "momentum": momentum, "weight_decay": 0.0, "muon": False})
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         loss = closure() if closure is not None else None
         for group in self.param_groups:
             parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
@@ -62,7 +62,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
                 if "momentum" not in self.state[parameter]:
                     self.state[parameter]["momentum"] = torch.zeros_like(parameter)
             buffers = [self.state[parameter]["momentum"] for parameter in alike]
-            gradients = [parameter.grad for parameter in alike]
+            gradients: Any = [parameter.grad for parameter in alike]
             torch._foreach_lerp_(buffers, gradients, 1 - group["momentum"])
             ahead = torch._foreach_lerp(gradients, buffers, group["momentum"])  # Nesterov
             update = orthogonalised(torch.stack(ahead))
@@ -82,16 +82,16 @@ class MuonWithAdamW(torch.optim.Optimizer):
             means.append(state["mean"])
             squares.append(state["square"])
             steps.append(state["step"])
-        cuda = parameters[0].is_cuda
+        gradients: Any = [parameter.grad for parameter in parameters]
         torch.optim._functional.adamw(
             parameters,
-            [parameter.grad for parameter in parameters],
+            gradients,
             means,
             squares,
             [],
             steps,
             foreach=False,
-            fused=cuda,
+            fused=parameters[0].is_cuda,
             amsgrad=False,
             beta1=group["betas"][0],
             beta2=group["betas"][1],

@@ -47,7 +47,7 @@ class Objective:
 
 
 def attach(model: PreTrainedModel, objective: Objective) -> None:
-    model.forward = partial(_training_forward, model, objective)  # type: ignore[method-assign]
+    model.forward = partial(_training_forward, model, objective)
 
 
 def detach(model: PreTrainedModel) -> None:
@@ -103,7 +103,7 @@ def _training_forward(
 
 def attach_teacher(teacher: PreTrainedModel) -> None:
     """Called, the teacher gives its lesson instead of logits."""
-    teacher.forward = partial(_teaching_forward, teacher)  # type: ignore[method-assign]
+    teacher.forward = partial(_teaching_forward, teacher)
 
 
 def _teaching_forward(teacher: PreTrainedModel, *, input_ids: Tensor, layers: Sequence[int] = ()) -> Lesson:

@@ -51,7 +51,8 @@ class AdaptTrainer(Trainer):
         sharded: bool = False,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
-        self.settings, self.inner, self.objective, self.teacher, self.sharded = settings, inner, objective, teacher, sharded
+        self.settings, self.inner, self.teacher, self.sharded = settings, inner, teacher, sharded
+        self.objective: Objective = objective
         self.stages = stages
         self.padded = rows.padded
         super().__init__(
@@ -73,7 +74,8 @@ class AdaptTrainer(Trainer):
     # ---- data and loss
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        return SequentialSampler(train_dataset if train_dataset is not None else self.train_dataset)  # shuffled already
+        rows: Any = train_dataset if train_dataset is not None else self.train_dataset
+        return SequentialSampler(rows)  # shuffled already
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         return count(batch_samples, device)
@@ -235,22 +237,24 @@ class AdaptTrainer(Trainer):
         if not self.sharded:
             super().save_model(output_dir, _internal_call)
             return
-        weights = whole_weights(self.model)
+        weights = whole_weights(self.inner)
         if self.args.should_save:
             self._save(output_dir, state_dict=weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self.sharded:
-            save_sharded(self.model, self.optimizer, Path(output_dir))
+            save_sharded(self.inner, self.optimizer, Path(output_dir))
             if self.args.should_save:
-                torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / "scheduler.pt")
+                schedule: Any = self.lr_scheduler
+                torch.save(schedule.state_dict(), Path(output_dir) / "scheduler.pt")
         else:
             super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if self.sharded and checkpoint is not None:
-            load_sharded(self.model, self.optimizer, Path(checkpoint))
-            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
+            load_sharded(self.inner, self.optimizer, Path(checkpoint))
+            schedule: Any = self.lr_scheduler
+            schedule.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
         else:
             super()._load_optimizer_and_scheduler(checkpoint)
 

@@ -1,0 +1,293 @@
+"""docs/adaptation.md from the results in JSON: tables, plots, and what each target came to.
+
+    python -m ladder_residual.adapt.report results/adapt docs/adaptation.md
+
+Everything that is a number comes from the files; the page's words are in ``page.md`` beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ..plan.charts import Chart, Series, chart_svg
+
+TEXTS = {"books_heldout": "books", "wikitext2": "WikiText-2", "samples_heldout": "own samples"}
+# Converted layers: the run, and how much of the gap was to be closed on held-out books and on WikiText-2.
+TARGETS = {15: ("distill 15", 99, 95), 20: ("distill 20", 98, 95), 30: ("distill 30", 97, 90)}
+ORDERS = {"ours": "our choice", "last-k": "last k", "first-k": "first k", "every-other": "every other"}
+
+
+class Results:
+    """All runs by name, the original's losses, the selection, the tasks."""
+
+    def __init__(self, folder: Path) -> None:
+        self.document = json.loads((folder / "heal.json").read_text(encoding="utf-8"))
+        self.runs: dict[str, Any] = {run["name"]: run for run in self.document["runs"] if not run["problem"]}
+        self.original = {text: values["loss"] for text, values in self.document["original"].items()}
+        self.selection = self.document.get("selection")
+        self.tasks = _optional(folder / "tasks.json")
+        self.stories = _optional(folder / "stories15m.json")
+        self.pilots = [pilot for path in sorted(folder.glob("pilot-*.json")) if (pilot := _optional(path))]
+        self.texts = {
+            path.stem.removeprefix("text-"): [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+            for path in sorted(folder.glob("text-*.jsonl"))
+        }
+
+    def original_along(self, text: str) -> float:
+        """The original on the fewer rows that are measured during a run: what its control began with."""
+        control = next((run for name, run in self.runs.items() if name.startswith("control")), None)
+        return self.original[text] if control is None else control["curve"][0]["texts"][text]["loss"]
+
+    def closed(self, run: dict[str, Any], text: str, loss: float | None = None) -> float:
+        """Per cent of the gap between zero-shot conversion and the original."""
+        before = run["before"][text]["loss"]
+        after = run["after"][text]["loss"] if loss is None else loss
+        return 100 * (before - after) / (before - self.original[text])
+
+
+def _optional(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
+
+
+def targets(results: Results) -> str:
+    rows = []
+    for layers, (name, books, wikitext) in TARGETS.items():
+        if (run := results.runs.get(name)) is None:
+            rows.append([f"{layers}", "not run", *[""] * 6])
+            continue
+        row = [f"{layers} of {run_layers(results)}", f"{run['tokens'] / 1e6:.0f}M"]
+        for text, target in (("books_heldout", books), ("wikitext2", wikitext)):
+            closed = results.closed(run, text)
+            losses = (results.original[text], run["before"][text]["loss"], run["after"][text]["loss"])
+            verdict = "reached" if closed >= target else f"missed by {target - closed:.1f}"
+            row += [" / ".join(f"{loss:.3f}" for loss in losses), f"{closed:.1f} %", f"{target} %: {verdict}"]
+        rows.append(row)
+    header = ["converted layers", "tokens", "books: original / zero-shot / healed", "closed", "target"]
+    return table([*header, "WikiText-2: original / zero-shot / healed", "closed", "target"], rows)
+
+
+def run_layers(results: Results) -> int:
+    return 30 if results.selection is None else len(results.selection["single"])
+
+
+def tokens_table(results: Results) -> str:
+    """Gap closed on WikiText-2 and books along the way."""
+    rows = []
+    for layers, (name, *_) in TARGETS.items():
+        for text in ("books_heldout", "wikitext2"):
+            if (run := results.runs.get(name)) is None:
+                continue
+            points = [point for point in run["curve"] if point["tokens"] > 0]
+            shown = [points[int(share * (len(points) - 1))] for share in (0, 0.25, 0.5, 0.75, 1)] if points else []
+            start = run["curve"][0]["texts"][text]["loss"]
+            final = [f"{point['tokens'] / 1e6:.1f}M: {point['texts'][text]['loss']:.3f}" for point in shown]
+            rows.append([str(layers), TEXTS[text], f"{start:.3f}", *final])
+    return table(["layers", "text", "zero-shot", "", "", "", "", "end"], rows)
+
+
+def methods(results: Results) -> str:
+    """Runs of equal length; for next-token training the distance to its control is what the wiring costs."""
+    control = next((run for name, run in results.runs.items() if name.startswith("control")), None)
+    rows = []
+    named = [name for name in results.runs if name not in {entry[0] for entry in TARGETS.values()}]
+    for name in sorted(named, key=lambda name: (not name.startswith("control"), results.runs[name]["wiring"], name)):
+        run = results.runs[name]
+        row = [name, run["wiring"], f"{run['tokens'] / 1e6:.0f}M"]
+        for text in TEXTS:
+            loss = run["after"][text]["loss"]
+            row.append(f"{loss:.3f} ({loss - results.original[text]:+.3f})")
+        distance = ""
+        if control is not None and run["settings"]["method"] == "sft" and run is not control:
+            gaps = [run["after"][text]["loss"] - control["after"][text]["loss"] for text in ("books_heldout", "wikitext2")]
+            distance = " / ".join(f"{gap:+.3f}" for gap in gaps)
+        rows.append([*row, distance])
+    original = ["original", "standard", "", *(f"{results.original[text]:.3f}" for text in TEXTS), ""]
+    header = ["run", "wiring", "tokens", *(f"{name} (to the original)" for name in TEXTS.values())]
+    return table([*header, "to the control, books / WikiText-2"], [original, *rows])
+
+
+def selection_table(results: Results) -> str:
+    if results.selection is None:
+        return "Not measured yet.\n"
+    found = results.selection
+    parts = []
+    for text, curves in found["curves"].items():
+        sizes = [point["k"] for point in curves["ours"]]
+        shown = [k for k in sizes if k % 5 == 0 or k == sizes[-1]] or sizes
+        rows = [[ORDERS[order], *(f"{curves[order][k - 1]['rise']:.3f}" for k in shown)] for order in ORDERS]
+        worse = [ours["k"] for ours, last in zip(curves["ours"], curves["last-k"], strict=True) if ours["loss"] > last["loss"]]
+        better = sum(ours["loss"] < last["loss"] for ours, last in zip(curves["ours"], curves["last-k"], strict=True))
+        verdict = (
+            f"at least as good as the last k at every k, better at {better} of {len(sizes)}"
+            if not worse
+            else f"worse than the last k at k = {', '.join(map(str, worse))}, better at {better} of {len(sizes)}"
+        )
+        label = "calibration (books and own samples)" if text == "calibration" else f"{TEXTS.get(text, text)} (had no say)"
+        heading = f"Rise of the loss on {label}, original {found['original'][text]:.3f}; our choice is {verdict}.\n"
+        parts.append(heading + "\n" + table(["order", *(f"k = {k}" for k in shown)], rows))
+    chosen = [entry for entry in found["chosen"] if entry["k"] % 5 == 0]
+    rows = [[str(entry["k"]), ", ".join(map(str, entry["layers"])), entry["why"]] for entry in chosen]
+    single = sorted(found["single"], key=lambda entry: entry["kl"])
+    ends = [
+        "Cheapest alone: " + ", ".join(f"{entry['layer']} ({entry['kl']:.4f})" for entry in single[:8]),
+        "dearest: " + ", ".join(f"{entry['layer']} ({entry['kl']:.2f})" for entry in single[:-5:-1]) + " (layer, KL).",
+    ]
+    return "\n".join(parts) + "\n" + table(["k", "our layers", "why"], rows) + "\n" + "; ".join(ends) + "\n"
+
+
+def tasks_table(results: Results) -> str:
+    if results.tasks is None:
+        return "Not measured yet.\n"
+    found = results.tasks["models"]
+    names = list(next(iter(found.values())))
+    rows = []
+    for model, scores in found.items():
+        cells = []
+        for task in names:
+            score = scores[task]
+            text = f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}"
+            if "difference" in score:
+                text += f" ({100 * score['difference']:+.1f})"
+            cells.append(text)
+        rows.append([model, *cells])
+    return table(["model", *names], rows)
+
+
+def within_one_error(results: Results) -> str:
+    """For the models healed by distillation: on which tasks they are within one standard error of the original."""
+    if results.tasks is None:
+        return ""
+    lines = []
+    tasks = ("arc_easy", "piqa", "hellaswag", "sciq", "winogrande")
+    for name in ("distill 15", "distill 20", "distill 30"):
+        scores = results.tasks["models"].get(name)
+        if scores is None:
+            continue
+        inside = [task for task in tasks if abs(scores[task]["difference"]) <= scores[task]["stderr"]]
+        outside = [f"{task} ({100 * scores[task]['difference']:+.1f})" for task in tasks if task not in inside]
+        lines.append(
+            f"- {name}: {len(inside)} of {len(tasks)} tasks within one standard error"
+            + (f"; outside: {', '.join(outside)}" if outside else "")
+        )
+    return "\n".join(lines) + "\n"
+
+
+def pilots_table(results: Results) -> str:
+    rows = []
+    for number, pilot in enumerate(results.pilots, start=1):
+        for run in pilot["runs"]:
+            if run["problem"]:
+                continue
+            losses = [f"{run['after'][text]['loss']:.3f}" for text in ("books_heldout", "wikitext2")]
+            speed = f"{run['tokens_per_second'] / 1000:.0f}k/s" if run["tokens_per_second"] else ""
+            rows.append([f"{number}", run["name"], f"{run['tokens'] / 1e6:.1f}M", *losses, speed])
+    return table(["pilot", "what", "tokens", "books", "WikiText-2", "speed"], rows)
+
+
+def spoken(results: Results) -> str:
+    parts = []
+    for name, completions in results.texts.items():
+        for completion in completions:
+            answer = " ".join(completion["text"].split())
+            question = completion["prompt"].rpartition("user\n")[2].split("<|im_end|>")[0]
+            parts.append(f"> **{name.replace('-', ' ')}**, {question} — {answer}\n")
+    return "\n".join(parts) or "Not generated yet.\n"
+
+
+def healing_chart(results: Results) -> Chart:
+    series = []
+    for colour, (layers, (name, *_)) in enumerate(TARGETS.items()):
+        if (run := results.runs.get(name)) is None:
+            continue
+        for text in ("books_heldout", "wikitext2"):
+            start = run["curve"][0]["texts"][text]["loss"]
+            points = [
+                (point["tokens"] / 1e6, 100 * (start - point["texts"][text]["loss"]) / (start - results.original_along(text)))
+                for point in run["curve"][1:]
+            ]
+            series.append(Series(f"{layers} layers, {TEXTS[text]}", points, colour=2 * colour + (text == "wikitext2")))
+    return Chart("healing", "Gap closed by distillation, held-out text", "tokens (millions)", "gap closed (%)", series)
+
+
+def damage_chart(results: Results, text: str = "wikitext2") -> Chart:
+    curves, original = results.selection["curves"][text], results.selection["original"][text]
+    series = [
+        Series(ORDERS[order], [(0, original), *((point["k"], point["loss"]) for point in curves[order])], colour=index)
+        for index, order in enumerate(ORDERS)
+    ]
+    return Chart(
+        "damage", f"Conversion before any retraining, {TEXTS[text]}", "converted layers", "loss (nats per token)", series
+    )
+
+
+def stories_table(results: Results) -> str:
+    if results.stories is None:
+        return "Not run.\n"
+    rows = [
+        [
+            run["name"],
+            run["wiring"],
+            f"{run['tokens'] / 1e6:.1f}M",
+            f"{run['before']['loss']:.4f}",
+            f"{run['after']['loss']:.4f}",
+            f"{run['closed']:.1f} %",
+        ]
+        for run in results.stories["runs"]
+    ]
+    return table(["run", "wiring", "tokens", "zero-shot", "healed", "gap closed"], rows)
+
+
+def conditions(results: Results) -> str:
+    document = results.document
+    runs = results.runs.values()
+    speeds = [run["tokens_per_second"] for run in runs if run["settings"]["method"] == "distill" and run["tokens_per_second"]]
+    speed = f"; distilling {min(speeds) / 1e3:.0f}k to {max(speeds) / 1e3:.0f}k tokens/s, teacher included" if speeds else ""
+    return (
+        f"{document['date']}, {document['device']}, torch {document['torch']}, transformers {document['transformers']}{speed}."
+    )
+
+
+FIELDS: dict[str, Callable[[Results], str]] = {
+    "targets": targets,
+    "along the way": tokens_table,
+    "methods": methods,
+    "selection": selection_table,
+    "tasks": tasks_table,
+    "within one error": within_one_error,
+    "pilots": pilots_table,
+    "spoken": spoken,
+    "stories15M": stories_table,
+    "conditions": conditions,
+}
+
+
+def render(folder: Path) -> dict[str, str]:
+    """The page and its plots, by file name."""
+    results = Results(folder)
+    page = (folder / "page.md").read_text(encoding="utf-8")
+    for name, make in FIELDS.items():
+        page = page.replace(f"<!-- {name} -->\n", make(results))
+    made = {"adaptation.md": page, "adaptation-healing.svg": chart_svg(healing_chart(results))}
+    if results.selection is not None:
+        made["adaptation-damage.svg"] = chart_svg(damage_chart(results))
+    return made
+
+
+def main() -> None:
+    folder, target = Path(sys.argv[1]), Path(sys.argv[2])
+    for name, content in render(folder).items():
+        target.with_name(name).write_text(content, encoding="utf-8")
+        print(f"written  {target.with_name(name)}")
+
+
+if __name__ == "__main__":
+    main()
