@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -17,6 +16,7 @@ from .bench.faults.commands import faults
 from .bench.fuzz.commands import fuzz
 from .bench.hosts import commands as host_commands
 from .bench.serve import serve
+from .bench.soak import soak
 from .bench.vllm_one_rank import vllm_tp1
 from .corpus.commands import app as data_app
 from .evaluate.command import evaluate
@@ -43,6 +43,7 @@ bench.command("hosts-report")(host_commands.hosts_report)
 bench.command("link")(host_commands.link)
 bench.command("faults")(faults)
 bench.command("fuzz")(fuzz)
+bench.command("soak")(soak)
 app.add_typer(plan_app, name="plan")
 app.add_typer(trace_app, name="trace")
 app.command("adapt")(adapt)
@@ -193,6 +194,7 @@ def generate(
         with_seed,
     )
     from .hf_config import wiring_of
+    from .line_writer import LineWriter, silent
     from .link_probe import chosen_reducer
     from .loading import load_model
     from .parallel import distributed
@@ -237,13 +239,12 @@ def generate(
         )
         watch = Stopwatch()
         if file is not None:
-            with _output(out if world.is_main else Path(os.devnull)) as sink, watch:
+            with (LineWriter(out) if world.is_main else silent()) as sink, watch:
                 for completion in complete_all(
                     model, tokenizer, prompts, sampling, world, batch_size=batch_size, chat=are_chats
                 ):
                     watch.tokens += completion.new_tokens
-                    if world.is_main:
-                        print(completion.to_json(), file=sink, flush=True)
+                    sink.write(completion.to_json())
         else:
             assert prompt is not None
             streamed = num_beams == 1
@@ -260,17 +261,6 @@ def generate(
 def _given(path: Path | None) -> Path:
     assert path is not None
     return path
-
-
-def _output(path: Path | None) -> Any:
-    if path is None:
-        import contextlib
-
-        return contextlib.nullcontext(sys.stdout)
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error}") from error
 
 
 @app.command()

@@ -29,8 +29,16 @@ _RANGES = {
 _WHOLE = ("top_k", "num_beams", "max_length", "min_length", "max_new_tokens", "min_new_tokens", "no_repeat_ngram_size")
 _SWITCHES = ("do_sample", "use_cache", "renormalize_logits")
 # About the file, or about the form of an answer, which is ours to choose.
-_ABOUT = ("transformers_version", "_from_model_config", "_commit_hash", "return_dict_in_generate", "output_attentions")
-_ABOUT += ("output_hidden_states", "output_scores", "output_logits")
+_ABOUT = (
+    "transformers_version",
+    "_from_model_config",
+    "_commit_hash",
+    "return_dict_in_generate",
+    "output_attentions",
+    "output_hidden_states",
+    "output_scores",
+    "output_logits",
+)
 
 
 def generation_config(directory: Path, vocabulary: int) -> GenerationConfig | None:

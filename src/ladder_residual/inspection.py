@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from .checkpoint import Checkpoint, resolve
 from .families import family_of
 from .hf_config import wiring_of
-from .loading import model_config, stored_dtype
+from .loading import built_from, model_config, stored_dtype
 from .presets import ModelShape
 from .sharding import check_divides, cut_of
 
@@ -27,7 +27,7 @@ def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
     shape = ModelShape.from_hf(config.to_dict())
     wiring = wiring_of(config)
     dtype = stored_dtype(config, checkpoint)
-    with torch.device("meta"):
+    with built_from(checkpoint.directory / "config.json"), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     ranks: dict[int, Any] = {}

@@ -7,7 +7,8 @@ placed. With one rank the same path loads the whole model. ``shard_model`` does 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -123,18 +124,11 @@ def load_model(
     world.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
     if world.size > 1:
         world.check_same("the checkpoint", checkpoint.digest())
-    try:
+    with built_from(checkpoint.directory / "config.json"):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
         _check_shapes(model, checkpoint)
         restore_buffers(model, world.device)
-    except ValueError:
-        raise
-    except Exception as error:  # whatever a family's own code trips over: it was built from this file alone
-        raise ValueError(
-            f"{checkpoint.directory / 'config.json'} does not describe a model transformers can build: "
-            f"{type(error).__name__}: {error}"
-        ) from error
 
     def read(name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
         return _read_parameter(checkpoint, name, shape, cut).to(target)
@@ -170,6 +164,19 @@ def shard_model(
     place_parameters(model, read, shape, family, world)
     set_reducers(model, reducer or world.reducer())
     return model
+
+
+@contextmanager
+def built_from(file: Path) -> Iterator[None]:
+    """Whatever a family's own code trips over in here is ``file``'s fault: nothing else went into it."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"{file} does not describe a model transformers can build: {type(error).__name__}: {str(error)[:300]}"
+        ) from error
 
 
 def set_reducers(model: PreTrainedModel, reducer: Reducer) -> None:

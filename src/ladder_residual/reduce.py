@@ -25,8 +25,8 @@ from .sockets import PeerSockets
 # same number of bytes either way; more ranks send size/2 times as many, so there it is kept for messages where latency rules.
 EXCHANGE_BELOW_TWO_RANKS = 1 << 20
 EXCHANGE_BELOW = 1 << 16
-# How partials travel: as they are, or wider ones rounded to bfloat16. Then each partial is off by at most 2^-9 of itself. Exchanged
-# partials are added in their own dtype, so that is the whole error; an all-reduce also adds in bfloat16, 2^-9 of the sum per rank.
+# How partials travel: as they are, or wider ones rounded to bfloat16. Then each partial is off by at most 2^-8 of itself. Exchanged
+# partials are added in their own dtype, so that is the whole error; an all-reduce also adds in bfloat16, 2^-8 of the sum per rank.
 WIRES = {"same": None, "bf16": torch.bfloat16}
 
 

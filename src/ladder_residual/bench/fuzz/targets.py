@@ -93,7 +93,7 @@ class Box:
     def fresh(self, **changed: bytes | None) -> Path:
         """Empty the box and write the checkpoint into it; ``changed`` by file name, dots as ``__`` (None: without it)."""
         self.empty()
-        files: dict[str, bytes | None] = dict(self.good) | {name.replace("__", "."): data for name, data in changed.items()}
+        files: dict[str, bytes | None] = {**self.good, **{name.replace("__", "."): data for name, data in changed.items()}}
         source = self.path / "checkpoint"
         source.mkdir(parents=True)
         for name, data in files.items():
