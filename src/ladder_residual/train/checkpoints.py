@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from .building import NextToken
 from .layout import Layout
 from .optimizer import ShardedAdamW
+from .reading import CheckpointReader
 from .recipe import Recipe
 from .whole import random_state, set_random_state, training_state
 
@@ -139,7 +140,7 @@ class Checkpoints:
             key = f"random.{world.rank}"
             if manifest["ranks"] == world.size:
                 state[key] = random_state(self.layout.device)
-            dcp.load(state, storage_reader=dcp.FileSystemReader(path), process_group=self.group, no_dist=self.group is None)
+            dcp.load(state, storage_reader=CheckpointReader(path), process_group=self.group, no_dist=self.group is None)
             if key in state:
                 set_random_state(state[key], self.layout.device)
             optimizer.set_steps(manifest["step"])

@@ -22,6 +22,7 @@ from ..loading import DTYPES
 from ..model import ladder_classes, write_stub
 from .building import hf_config
 from .checkpoints import MANIFEST, check_files, complete_checkpoints, expect_one_process
+from .reading import CheckpointReader
 from .recipe import Recipe
 
 SHARD_BYTES = 4 << 30
@@ -74,7 +75,7 @@ def _newest_good(run: Path) -> Path:
 
 def _write_weights(checkpoint: Path, target: Path, dtype: torch.dtype) -> None:
     expect_one_process()
-    reader = dcp.FileSystemReader(checkpoint)
+    reader = CheckpointReader(checkpoint)
     stored = {
         name.removeprefix("model."): entry
         for name, entry in reader.read_metadata().state_dict_metadata.items()
@@ -86,7 +87,7 @@ def _write_weights(checkpoint: Path, target: Path, dtype: torch.dtype) -> None:
         state: dict[str, Any] = {
             f"model.{name}": torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
         }
-        dcp.load(state, storage_reader=dcp.FileSystemReader(checkpoint), no_dist=True)
+        dcp.load(state, storage_reader=CheckpointReader(checkpoint), no_dist=True)
         file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         save_file({name: state[f"model.{name}"].to(dtype) for name in names}, target / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
