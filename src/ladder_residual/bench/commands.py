@@ -148,10 +148,22 @@ def bench_train(
     repeats: Repeats = 10,
     dtype: Dtype = "float32",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers' modules.")] = False,
+    wire: Annotated[
+        str | None, typer.Option(help="Two hosts on this machine with a real wire instead, e.g. 1ms or 1ms/1gbit (needs root).")
+    ] = None,
     device: Device = "auto",
 ) -> None:
     """Training steps, forward and backward: real ranks on CPUs, one emulated rank of --tp on a GPU."""
     names, parts = split_wirings(wirings), _split_links(links)
+    if wire is not None:
+        from .train import bench_train_on_hosts
+
+        arguments = ["--model", model, "--batch", str(batch), "--sequence", str(sequence), "--wirings", ",".join(names)]
+        arguments += ["--links", "none", "--repeats", str(repeats), "--dtype", dtype, "--device", "cpu"]
+        arguments += [*(["--layers", str(layers)] if layers else []), *(["--compile"] if compiled else [])]
+        arguments += ["--vocabulary", str(vocabulary)] if vocabulary else []
+        _print_result(bench_train_on_hosts(wire, arguments))
+        return
     if not _on_gpu(device):
         on_ranks(tp)
     from ..parallel import distributed

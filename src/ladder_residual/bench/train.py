@@ -158,6 +158,21 @@ def bench_train(
     }
 
 
+def bench_train_on_hosts(wire: str, arguments: list[str]) -> dict[str, Any]:
+    """``ladder bench train ARGUMENTS`` between two hosts on this machine with a real wire of ``DELAY[/RATE]`` (needs root)."""
+    from .delayed_link import DelayedLink
+    from .hosts.laboratory import measure_link, run_on_hosts
+    from .hosts.links import Link as WireLink
+
+    chosen = WireLink.parse(wire)
+    with DelayedLink(chosen.seconds, chosen.rate, 2) as link:
+        facts = measure_link(link)
+        result = run_on_hosts(link, ["-m", "ladder_residual", "bench", "train", *arguments], 1800.0)
+    for row in result["rows"]:
+        row["link"] = f"two hosts, {chosen.name}"
+    return {**result, "wire": chosen.name, **facts}
+
+
 def _reducer_for(link: str, world: World, size: int, emulated: bool) -> tuple[Callable[[], Reducer], str]:
     if emulated:
         parsed = parse_link(link, tp=size)
