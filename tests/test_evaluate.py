@@ -8,6 +8,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from eval_files import arc, mmlu, piqa, write_lines, write_tasks
@@ -95,6 +96,7 @@ def test_three_steps_are_one(standard, plan, tasks, demo_dir, tmp_path):
     assert again["items"] == standard["items"]
     assert again["perplexity"] == standard["perplexity"]
     assert again["model"] == "elsewhere"
+    assert again["machine"] == "not recorded"  # this machine made none of the scores
     fewer = Scores(dict(list(scores.by_key.items())[:-40]))
     with pytest.raises(ValueError, match="has no score"):
         session.from_scores(str(demo_dir), tasks, fewer)
@@ -278,6 +280,7 @@ def test_scores_of_several_models_in_one_file(folder, demo_dir, tmp_path):
     assert (tmp_path / "all.md").read_text() == done.stdout
     stored = {name: results.load(tmp_path / f"all-{name}.json") for name in ("before", "zero-shot-last-half")}
     assert [result["wiring"] for result in stored.values()] == ["standard", "ladder:3-4"]
+    assert all(result["torch"] == torch.__version__ for result in stored.values())
     direct = ladder(demo_dir, *options, "--wiring", "ladder:last-half", "--json")
     assert json.loads(direct.stdout)["rows"] == stored["zero-shot-last-half"]["rows"]
     again = side_by_side({"before": stored["before"], "zero-shot, last half": stored["zero-shot-last-half"]})

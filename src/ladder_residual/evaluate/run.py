@@ -83,7 +83,10 @@ class Session:
 
     def from_scores(self, source: str, tasks: Any, scores: Scores, name: str = "") -> Result:
         """With scores made elsewhere; ``source`` is where the tokenizer is."""
-        made = {"model": name or source, "wiring": "", "dtype": "", "tp": 1, **provenance(), **scores.about}
+        unknown = dict.fromkeys(
+            ("wiring", "dtype", "machine", "torch", "date", "commit"), "not recorded"
+        )  # never this machine's
+        made = {"model": name or source, "tp": 1, **unknown, **scores.about}
         return self._result(_tokenizer(source), _config(source), lambda _, asked: [scores[one] for one in asked], tasks, made)
 
     def _result(self, tokenizer: Any, config: Any, scorer: Any, tasks: Any, about: dict[str, Any], model: Any = None) -> Result:
