@@ -95,7 +95,7 @@ def main() -> None:
         if "control" in name:
             original = before
         assert original is not None
-        closed = 100 * (before - after) / (before - original) if before != original else float("nan")
+        closed = 100 * (before - after) / (before - original) if before != original else None
         entry = {"name": name, "wiring": wiring if "control" not in name else "standard", "tokens": arguments.tokens}
         runs.append(
             entry

@@ -50,6 +50,7 @@ def test_chunks_give_the_plain_loss_and_its_gradients(mixture, chunk, scaling):
         torch.testing.assert_close(ours, reference, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_compiled_rule_equals_the_eager_one():
     hidden, weight, teacher_hidden, teacher_weight, labels = batch()
     for mixture in MIXTURES[:2]:

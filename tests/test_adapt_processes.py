@@ -171,6 +171,7 @@ def _stop_after_a_checkpoint(world, ground, name, changes):
         AdaptTrainer._save_checkpoint = save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("parallel", ["fsdp"])
 def test_shards_resume_exactly(ground, parallel):
     changes = dict(parallel=parallel, micro_rows=2)

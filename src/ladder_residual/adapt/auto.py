@@ -12,7 +12,7 @@ from typing import Any
 
 from .select import ORDERS
 
-SEQUENCE = 512
+SEQUENCE = 256  # many short rows tell chance from cost better than few long ones
 TOKENS = {"cpu": 4096, "cuda": 65_536}
 WIDTH = {"cpu": 3, "cuda": 8}  # additions tried per step: where a pass is cheap, more of them
 FILE = "selection.json"

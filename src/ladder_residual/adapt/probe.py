@@ -23,6 +23,7 @@ from ..wiring import State, flush, ladder, standard
 from .losses import final_logits, token_divergence
 
 _CHUNK = 1024  # tokens whose logits exist at a time
+_KEPT = 1 << 28  # the original's logits are kept up to this many numbers; beyond, they are computed each time
 
 
 @dataclass(frozen=True)
@@ -74,6 +75,8 @@ class Probe:
                 self._starts.append(State(start))
                 self._arguments.append(arguments)
         self._original_hidden: list[Tensor] = []
+        self._original_logits: dict[tuple[int, int], Tensor] = {}  # by batch and first token
+        self._keep = rows.numel() * model.config.vocab_size <= _KEPT
         self.empty = Trail(frozenset(), [[start] for start in self._starts])
         self.original = self._remember_original()
 
@@ -148,7 +151,7 @@ class Probe:
         head = head_of(self.model)
         losses: list[float] = []
         divergences: list[float] = []
-        for ids, ours, original in zip(self.batches, hidden, self._original_hidden, strict=True):
+        for batch, (ids, ours, original) in enumerate(zip(self.batches, hidden, self._original_hidden, strict=True)):
             length = ids.shape[1]
             targets = ids[:, 1:].reshape(-1)
             ours, original = (states[:, :-1].reshape(-1, states.shape[-1]) for states in (ours, original))
@@ -156,7 +159,11 @@ class Probe:
             for start in range(0, len(targets), _CHUNK):
                 part = slice(start, start + _CHUNK)
                 logits = final_logits(ours[part] @ head.weight.T, head)
-                reference = final_logits(original[part] @ head.weight.T, head)
+                reference = self._original_logits.get((batch, start))
+                if reference is None:
+                    reference = final_logits(original[part] @ head.weight.T, head)
+                    if self._keep:
+                        self._original_logits[batch, start] = reference
                 entropy[part] = F.cross_entropy(logits, targets[part], reduction="none")
                 kl[part] = token_divergence(logits, reference)
             losses += entropy.view(-1, length - 1).mean(1).tolist()

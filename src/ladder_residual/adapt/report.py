@@ -28,7 +28,7 @@ class Results:
         self.document = json.loads((folder / "heal.json").read_text(encoding="utf-8"))
         self.runs: dict[str, Any] = {run["name"]: run for run in self.document["runs"] if not run["problem"]}
         self.original = {text: values["loss"] for text, values in self.document["original"].items()}
-        self.selection = self.document.get("selection")
+        self.selection = self.document.get("selection") or _optional(folder / "selection.json")
         self.tasks = _optional(folder / "tasks.json")
         self.stories = _optional(folder / "stories15m.json")
         self.pilots = [pilot for path in sorted(folder.glob("pilot-*.json")) if (pilot := _optional(path))]
@@ -37,16 +37,34 @@ class Results:
             for path in sorted(folder.glob("text-*.jsonl"))
         }
 
-    def original_along(self, text: str) -> float:
-        """The original on the fewer rows that are measured during a run: what its control began with."""
-        control = next((run for name, run in self.runs.items() if name.startswith("control")), None)
-        return self.original[text] if control is None else control["curve"][0]["texts"][text]["loss"]
+        self.control = next((run for name, run in self.runs.items() if name.startswith("control")), None)
 
-    def closed(self, run: dict[str, Any], text: str, loss: float | None = None) -> float:
+    def original_along(self, text: str) -> float:
+        """The original on the rows that are measured during a run: what its control began with."""
+        return self.original[text] if self.control is None else self.control["curve"][0]["texts"][text]["loss"]
+
+    def losses(self, run: dict[str, Any], text: str) -> tuple[float, float, float]:
+        """Original, zero-shot and healed, all on the same rows."""
+        rows = {run[when][text]["tokens"] for when in ("before", "after")} | {self.document["original"][text]["tokens"]}
+        if len(rows) == 1:
+            return self.original[text], run["before"][text]["loss"], run["after"][text]["loss"]
+        measured = run["before"][text]["tokens"]
+        healed = run["after"] if run["after"][text]["tokens"] == measured else run["curve"][-1]["texts"]
+        return self.original_along(text), run["before"][text]["loss"], healed[text]["loss"]
+
+    def closed(self, run: dict[str, Any], text: str) -> float:
         """Per cent of the gap between zero-shot conversion and the original."""
-        before = run["before"][text]["loss"]
-        after = run["after"][text]["loss"] if loss is None else loss
-        return 100 * (before - after) / (before - self.original[text])
+        original, before, after = self.losses(run, text)
+        return 100 * (before - after) / (before - original)
+
+    def best_of_pilots(self, wiring: str) -> dict[str, Any] | None:
+        runs = [run for pilot in self.pilots for run in pilot["runs"] if run["wiring"] == wiring and not run["problem"]]
+        return min(runs, key=lambda run: run["after"]["wikitext2"]["loss"], default=None)
+
+    def target_run(self, layers: int) -> dict[str, Any] | None:
+        """The long run, or the best short one where there was no long one."""
+        run = self.runs.get(TARGETS[layers][0])
+        return self.best_of_pilots("ladder") if run is None and layers == max(TARGETS) else run
 
 
 def _optional(path: Path) -> Any:
@@ -60,59 +78,78 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def targets(results: Results) -> str:
     rows = []
-    for layers, (name, books, wikitext) in TARGETS.items():
-        if (run := results.runs.get(name)) is None:
+    for layers, (_, books, wikitext) in TARGETS.items():
+        if (run := results.target_run(layers)) is None:
             rows.append([f"{layers}", "not run", *[""] * 6])
             continue
-        row = [f"{layers} of {run_layers(results)}", f"{run['tokens'] / 1e6:.0f}M"]
+        row = [f"{layers} of {max(TARGETS)}", f"{run['tokens'] / 1e6:.1f}M"]
         for text, target in (("books_heldout", books), ("wikitext2", wikitext)):
             closed = results.closed(run, text)
-            losses = (results.original[text], run["before"][text]["loss"], run["after"][text]["loss"])
             verdict = "reached" if closed >= target else f"missed by {target - closed:.1f}"
-            row += [" / ".join(f"{loss:.3f}" for loss in losses), f"{closed:.1f} %", f"{target} %: {verdict}"]
+            row += [
+                " / ".join(f"{loss:.3f}" for loss in results.losses(run, text)),
+                f"{closed:.1f} %",
+                f"{target} %: {verdict}",
+            ]
         rows.append(row)
     header = ["converted layers", "tokens", "books: original / zero-shot / healed", "closed", "target"]
     return table([*header, "WikiText-2: original / zero-shot / healed", "closed", "target"], rows)
 
 
-def run_layers(results: Results) -> int:
-    return 30 if results.selection is None else len(results.selection["single"])
+def measured_on(results: Results) -> str:
+    run = results.target_run(min(TARGETS))
+    assert run is not None
+    return f"{min(run[when]['wikitext2']['tokens'] for when in ('before', 'after')):,.0f}"
 
 
-def tokens_table(results: Results) -> str:
-    """Gap closed on WikiText-2 and books along the way."""
+def along_the_way(results: Results) -> str:
+    """Loss on held-out text against tokens."""
     rows = []
-    for layers, (name, *_) in TARGETS.items():
+    for layers in TARGETS:
+        if (run := results.target_run(layers)) is None or len(run["curve"]) < 4:
+            continue
+        points = run["curve"]
+        shown = [points[round(share * (len(points) - 1))] for share in (0, 0.125, 0.25, 0.5, 0.75, 1)]
         for text in ("books_heldout", "wikitext2"):
-            if (run := results.runs.get(name)) is None:
-                continue
-            points = [point for point in run["curve"] if point["tokens"] > 0]
-            shown = [points[int(share * (len(points) - 1))] for share in (0, 0.25, 0.5, 0.75, 1)] if points else []
-            start = run["curve"][0]["texts"][text]["loss"]
-            final = [f"{point['tokens'] / 1e6:.1f}M: {point['texts'][text]['loss']:.3f}" for point in shown]
-            rows.append([str(layers), TEXTS[text], f"{start:.3f}", *final])
-    return table(["layers", "text", "zero-shot", "", "", "", "", "end"], rows)
+            cells = [f"{point['texts'][text]['loss']:.3f} ({point['tokens'] / 1e6:.1f}M)" for point in shown]
+            rows.append([str(layers), TEXTS[text], f"{results.original_along(text):.3f}", *cells])
+    return table(["layers", "text", "original", "zero-shot", "", "", "", "", "end"], rows)
 
 
 def methods(results: Results) -> str:
-    """Runs of equal length; for next-token training the distance to its control is what the wiring costs."""
-    control = next((run for name, run in results.runs.items() if name.startswith("control")), None)
-    rows = []
-    named = [name for name in results.runs if name not in {entry[0] for entry in TARGETS.values()}]
-    for name in sorted(named, key=lambda name: (not name.startswith("control"), results.runs[name]["wiring"], name)):
-        run = results.runs[name]
-        row = [name, run["wiring"], f"{run['tokens'] / 1e6:.0f}M"]
-        for text in TEXTS:
-            loss = run["after"][text]["loss"]
-            row.append(f"{loss:.3f} ({loss - results.original[text]:+.3f})")
-        distance = ""
-        if control is not None and run["settings"]["method"] == "sft" and run is not control:
-            gaps = [run["after"][text]["loss"] - control["after"][text]["loss"] for text in ("books_heldout", "wikitext2")]
-            distance = " / ".join(f"{gap:+.3f}" for gap in gaps)
-        rows.append([*row, distance])
-    original = ["original", "standard", "", *(f"{results.original[text]:.3f}" for text in TEXTS), ""]
-    header = ["run", "wiring", "tokens", *(f"{name} (to the original)" for name in TEXTS.values())]
-    return table([*header, "to the control, books / WikiText-2"], [original, *rows])
+    """Next-token training beside its control, and distillation at the nearest number of tokens."""
+    control = results.control
+    if control is None:
+        return "Not run.\n"
+    texts = ("books_heldout", "wikitext2", "samples_heldout")
+
+    def row(name: str, wiring: str, tokens: float, found: dict[str, Any], compared: bool) -> list[str]:
+        cells = [f"{found[text]['loss']:.3f} ({found[text]['loss'] - results.original_along(text):+.3f})" for text in texts]
+        last = control["curve"][-1]["texts"]
+        gaps = [f"{found[text]['loss'] - last[text]['loss']:+.3f}" for text in texts[:2]] if compared else []
+        return [name, wiring, f"{tokens / 1e6:.1f}M", *cells, " / ".join(gaps)]
+
+    original = {text: {"loss": results.original_along(text)} for text in texts}
+    rows = [row("original", "standard", 0, original, False)]
+    for name, run in results.runs.items():
+        if name in {entry[0] for entry in TARGETS.values()}:
+            points = [point for point in run["curve"] if point["tokens"] <= control["tokens"]]
+            if run["wiring"].startswith("ladder") and len(points) > 1:
+                note = f"{name}, on its way" if points[-1] is not run["curve"][-1] else name
+                rows.append(row(note, run["wiring"], points[-1]["tokens"], points[-1]["texts"], False))
+        else:
+            last = run["curve"][-1]
+            rows.append(
+                row(
+                    name,
+                    run["wiring"],
+                    last["tokens"],
+                    last["texts"],
+                    run is not control and run["settings"]["method"] == "sft",
+                )
+            )
+    header = ["run", "wiring", "tokens", *(f"{TEXTS[text]} (to the original)" for text in texts)]
+    return table([*header, "to the control: books / WikiText-2"], rows)
 
 
 def selection_table(results: Results) -> str:
@@ -131,7 +168,11 @@ def selection_table(results: Results) -> str:
             if not worse
             else f"worse than the last k at k = {', '.join(map(str, worse))}, better at {better} of {len(sizes)}"
         )
-        label = "calibration (books and own samples)" if text == "calibration" else f"{TEXTS.get(text, text)} (had no say)"
+        label = (
+            f"the calibration text ({calibrated_on(found)})"
+            if text == "calibration"
+            else f"{checked_on(found, text)} (had no say)"
+        )
         heading = f"Rise of the loss on {label}, original {found['original'][text]:.3f}; our choice is {verdict}.\n"
         parts.append(heading + "\n" + table(["order", *(f"k = {k}" for k in shown)], rows))
     chosen = [entry for entry in found["chosen"] if entry["k"] % 5 == 0]
@@ -142,6 +183,16 @@ def selection_table(results: Results) -> str:
         "dearest: " + ", ".join(f"{entry['layer']} ({entry['kl']:.2f})" for entry in single[:-5:-1]) + " (layer, KL).",
     ]
     return "\n".join(parts) + "\n" + table(["k", "our layers", "why"], rows) + "\n" + "; ".join(ends) + "\n"
+
+
+def calibrated_on(found: dict[str, Any]) -> str:
+    if "calibration" in found:
+        return f"{found['calibration']['tokens']:,} tokens of {found['calibration']['file']}"
+    return f"{found['tokens']:,} tokens of books and own samples"
+
+
+def checked_on(found: dict[str, Any], text: str) -> str:
+    return f"{found['check']['tokens']:,} tokens of {found['check']['file']}" if "check" in found else TEXTS[text]
 
 
 def tasks_table(results: Results) -> str:
@@ -205,8 +256,8 @@ def spoken(results: Results) -> str:
 
 def healing_chart(results: Results) -> Chart:
     series = []
-    for colour, (layers, (name, *_)) in enumerate(TARGETS.items()):
-        if (run := results.runs.get(name)) is None:
+    for colour, layers in enumerate(TARGETS):
+        if (run := results.target_run(layers)) is None or len(run["curve"]) < 3:
             continue
         for text in ("books_heldout", "wikitext2"):
             start = run["curve"][0]["texts"][text]["loss"]
@@ -218,7 +269,8 @@ def healing_chart(results: Results) -> Chart:
     return Chart("healing", "Gap closed by distillation, held-out text", "tokens (millions)", "gap closed (%)", series)
 
 
-def damage_chart(results: Results, text: str = "wikitext2") -> Chart:
+def damage_chart(results: Results) -> Chart:
+    text = "wikitext2" if "wikitext2" in results.selection["curves"] else "held-out"
     curves, original = results.selection["curves"][text], results.selection["original"][text]
     series = [
         Series(ORDERS[order], [(0, original), *((point["k"], point["loss"]) for point in curves[order])], colour=index)
@@ -239,7 +291,7 @@ def stories_table(results: Results) -> str:
             f"{run['tokens'] / 1e6:.1f}M",
             f"{run['before']['loss']:.4f}",
             f"{run['after']['loss']:.4f}",
-            f"{run['closed']:.1f} %",
+            f"{run['closed']:.1f} %" if run["closed"] is not None else "",
         ]
         for run in results.stories["runs"]
     ]
@@ -250,7 +302,7 @@ def conditions(results: Results) -> str:
     document = results.document
     runs = results.runs.values()
     speeds = [run["tokens_per_second"] for run in runs if run["settings"]["method"] == "distill" and run["tokens_per_second"]]
-    speed = f"; distilling {min(speeds) / 1e3:.0f}k to {max(speeds) / 1e3:.0f}k tokens/s, teacher included" if speeds else ""
+    speed = f"; distilling {min(speeds) / 1e3:.0f}k tokens/s and more, teacher included" if speeds else ""
     return (
         f"{document['date']}, {document['device']}, torch {document['torch']}, transformers {document['transformers']}{speed}."
     )
@@ -258,7 +310,8 @@ def conditions(results: Results) -> str:
 
 FIELDS: dict[str, Callable[[Results], str]] = {
     "targets": targets,
-    "along the way": tokens_table,
+    "measured on": measured_on,
+    "along the way": along_the_way,
     "methods": methods,
     "selection": selection_table,
     "tasks": tasks_table,
@@ -275,7 +328,7 @@ def render(folder: Path) -> dict[str, str]:
     results = Results(folder)
     page = (folder / "page.md").read_text(encoding="utf-8")
     for name, make in FIELDS.items():
-        page = page.replace(f"<!-- {name} -->\n", make(results))
+        page = page.replace(f"<!-- {name} -->\n", make(results)).replace(f"<!-- {name} -->", make(results))
     made = {"adaptation.md": page, "adaptation-healing.svg": chart_svg(healing_chart(results))}
     if results.selection is not None:
         made["adaptation-damage.svg"] = chart_svg(damage_chart(results))
