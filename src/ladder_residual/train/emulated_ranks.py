@@ -16,11 +16,10 @@ from transformers import PreTrainedModel
 
 from ..families import family_of
 from ..hf_config import wiring_of
-from ..loading import _LocalHeads
 from ..model import set_reducer
 from ..presets import ModelShape
-from ..reduce import Pending, Reducer, _Ticket
-from ..sharding import check_divides, cut_of, rank_heads
+from ..reduce import Pending, Reducer
+from ..sharding import check_divides, cut_of
 
 
 class StackedReducer(Reducer):
@@ -31,7 +30,7 @@ class StackedReducer(Reducer):
 
     def start(self, partial: Tensor) -> Pending:
         each = partial.unflatten(0, (self.size, -1))
-        return Pending(each.sum(0, keepdim=True).expand_as(each).flatten(0, 1), _Ticket(self))
+        return super().start(each.sum(0, keepdim=True).expand_as(each).flatten(0, 1))
 
 
 class _StackedRows(nn.Linear):
@@ -72,12 +71,11 @@ def emulate_ranks(model: PreTrainedModel, ranks: int) -> PreTrainedModel:
         raise ValueError(f"{ranks} emulated ranks do not divide the {shape.num_kv_heads} KV heads; use a divisor of them")
     wiring_of(model.config).check_tp(ranks)
     base: Any = model.base_model
-    local = _LocalHeads(model.config, rank_heads(shape, ranks, 0))
     for name, module in base.layers.named_modules():
+        for leaf, parameter in module.named_parameters(recurse=False):
+            _check_known(f"layers.{name}.{leaf}", module, parameter, shape, ranks)
         if isinstance(module, nn.Linear):
             _stack(name, module, shape, ranks)
-        elif name.endswith("." + family.attention):
-            module.config = local
     set_reducer(model, StackedReducer(ranks))
     base.get_input_embeddings().register_forward_hook(lambda module, args, out: torch.cat([out] * ranks))
     norm = getattr(base, "norm", None) or base.final_layer_norm
@@ -87,10 +85,17 @@ def emulate_ranks(model: PreTrainedModel, ranks: int) -> PreTrainedModel:
     return model
 
 
+def _check_known(name: str, module: nn.Module, parameter: Tensor, shape: ModelShape, ranks: int) -> None:
+    """Everything a rank would hold a part of must be cut here, too, and in one piece per rank."""
+    cut = cut_of(name, tuple(parameter.shape), shape, ranks, 0)
+    if cut is not None and (not isinstance(module, nn.Linear) or len(cut.ranges) > 1):
+        raise ValueError(
+            f"emulated ranks know projections cut in one piece per rank, but {name} is cut otherwise: use real ranks (parallel.tp)"
+        )
+
+
 def _stack(name: str, module: Any, shape: ModelShape, ranks: int) -> None:
-    cuts = [cut_of(f"layers.{name}.weight", tuple(module.weight.shape), shape, ranks, rank) for rank in range(ranks)]
-    if any(cut is None or len(cut.ranges) > 1 for cut in cuts):
-        raise ValueError(f"the projection {name} is not cut in one piece per rank: emulated ranks do not know this family")
-    assert cuts[0] is not None
-    module.__class__ = _StackedRows if cuts[0].dim == 0 else _StackedColumns
-    module.ranks = ranks
+    cut = cut_of(f"layers.{name}.weight", tuple(module.weight.shape), shape, ranks, 0)
+    if cut is not None:  # a router is whole on every rank
+        module.__class__ = _StackedRows if cut.dim == 0 else _StackedColumns
+        module.ranks = ranks
