@@ -87,3 +87,39 @@ def test_drafts_that_read_hidden_states_are_refused() -> None:
     config.speculative_config = SimpleNamespace(method="eagle3")
     with pytest.raises(ValueError, match="ngram and suffix work"):
         checked_wiring(config, "llama")
+
+
+@pytest.mark.parametrize(("piecewise", "next_is_attention"), [(True, True), (True, False), (False, True)])
+def test_a_piecewise_cuda_graph_ends_with_no_sum_on_its_way(
+    monkeypatch: pytest.MonkeyPatch, piecewise: bool, next_is_attention: bool
+) -> None:
+    """Streams cannot be played here; the order in which sums are issued and joined can."""
+    import torch
+
+    from ladder_residual.reduce import Reducer, Sum
+    from ladder_residual.vllm_plugin import link as module
+
+    events: list[str] = []
+
+    class Recorded(Sum):
+        def __init__(self, total: torch.Tensor) -> None:
+            self.total = total
+
+        def finish(self) -> torch.Tensor:
+            events.append("join")
+            return self.total
+
+    class OneStream(Reducer):
+        def launch(self, partial: torch.Tensor) -> Sum:
+            events.append("issue")
+            return Recorded(partial)
+
+    link = object.__new__(module.Link)
+    link.cuda, link.reducer = True, OneStream()
+    monkeypatch.setattr(module, "_in_piecewise_graph", lambda: piecewise)
+    earlier = link.start(torch.zeros(1), next_is_attention=False)
+    later = link.start(torch.ones(1), next_is_attention=next_is_attention)
+    at_once = piecewise and next_is_attention
+    assert events == ["issue", "issue"] + (["join"] if at_once else [])
+    assert [earlier.finish(), later.finish()] == [torch.zeros(1), torch.ones(1)]
+    assert events.count("join") == 2  # each once

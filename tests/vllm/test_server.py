@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -12,11 +11,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import guide
 import pytest
 import tiny
 from engines import end_group, environment
 
-from ladder_residual.bench.vllm_servers import VLLM, Server, free_port, started
+from ladder_residual.bench.vllm_servers import VLLM, Server, free_port, stop, wait_until_up
 from ladder_residual.generate import load_tokenizer
 
 PROMPT = "Once upon a time"
@@ -24,23 +24,36 @@ NEW_TOKENS = 16
 
 
 @pytest.fixture(scope="module")
-def checkpoint(folder: Path) -> Path:
-    return with_text(folder)
-
-
-def with_text(folder: Path) -> Path:
-    directory = folder / "served"
-    tiny.convert(folder / "llama" if (folder / "llama").exists() else tiny.plain(folder / "llama"), directory, "ladder:1-3")
-    return tiny.with_tokenizer(directory)
+def typed(folder: Path) -> list[list[str]]:
+    """The page's commands from a hub id to an answer: convert, serve, ask. The hub id is a tiny checkpoint here."""
+    source = folder / "llama" if (folder / "llama").exists() else tiny.plain(folder / "llama")
+    tiny.with_tokenizer(source)
+    page = guide.commands("From a hub id to a served ladder model")[1:4]
+    return [guide.words(command, **{guide.HUB_ID: str(source)}) for command in page]
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, checkpoint: Path) -> Iterator[Server]:
-    settings = environment(folder, 2)
-    os.environ |= {name: settings[name] for name in ("VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR")}
-    drain = ["--shutdown-timeout", "60"]
-    with started(checkpoint, "served", tp=2, eager=True, logs=folder, more=drain) as running:
+def checkpoint(folder: Path, typed: list[list[str]]) -> Path:
+    subprocess.run(typed[0], cwd=folder, env=guide.with_programs(environment(folder, 1)), check=True)
+    return folder / "served"
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path, checkpoint: Path, typed: list[list[str]]) -> Iterator[Server]:
+    port, log = free_port(), folder / "served.log"
+    tiny_and_quick = ["--enforce-eager", "--max-model-len", "256", "--max-num-seqs", "8", "--dtype", "float32"]
+    command = [*typed[1], "--port", str(port), "--shutdown-timeout", "60", *tiny_and_quick]
+    settings = guide.with_programs(environment(folder, 2))
+    with log.open("wb") as sink:
+        process = subprocess.Popen(
+            command, cwd=folder, env=settings, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    running = Server("served", f"http://localhost:{port}", "served", [], tokenizer=str(checkpoint), processes=[process])
+    try:
+        wait_until_up(running, log)
         yield running
+    finally:
+        stop(running.processes)
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +84,16 @@ def test_completion(client: Any, server: Server, checkpoint: Path) -> None:
     assert tokens_of(answer) == expected(checkpoint, PROMPT)
     assert answer.choices[0].text
     assert answer.usage.completion_tokens == NEW_TOKENS
+
+
+def test_the_pages_request_is_answered(server: Server, checkpoint: Path, typed: list[list[str]]) -> None:
+    asked = [word.replace("localhost:8000", server.url.removeprefix("http://")) for word in typed[2]]
+    body = json.loads(asked[asked.index("-d") + 1])
+    assert body["model"] == server.model
+    greedy = json.dumps(body | {"temperature": 0, "ignore_eos": True, "return_token_ids": True})
+    asked[asked.index("-d") + 1] = greedy
+    done = subprocess.run([*asked, "--silent", "--fail"], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["choices"][0]["token_ids"] == expected(checkpoint, body["prompt"], body["max_tokens"])
 
 
 def test_streamed_completion(client: Any, server: Server, checkpoint: Path) -> None:
@@ -107,7 +130,7 @@ def test_bench_drives_a_running_server_with_vllms_own_client(server: Server, fol
     out = folder / "bench.json"
     code = "import typer; from ladder_residual.bench.serve import serve; typer.run(serve)"
     small = ["--rounds", "1", "--rates", "inf", "--prompts", "2", "--new-tokens", "8"]
-    command = [sys.executable, "-c", code, "--url", server.url, "--model", server.model, "--out", str(out), *small]
+    command = [sys.executable, "-c", code, "--url", server.url, "--model", str(folder / "served"), "--out", str(out), *small]
     process = subprocess.Popen(command, env=environment(folder, 1), start_new_session=True)
     try:
         assert process.wait(600) == 0

@@ -217,6 +217,24 @@ def _print(result: dict[str, Any]) -> None:
         print(f"one module computes {result['module_ms']:.2f} ms; the link holds each packet for {result['link_ms']:.2f} ms")
 
 
+def markdown_table(result: dict[str, Any]) -> str:
+    """The result as the table of docs/serving.md."""
+    lines = [
+        "| requests/s | wiring | TTFT ms | ms per token | min to max | tokens/s | speed-up |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    loads = {ONE: "one at a time", "inf": f"{result['prompts']} at once"}
+    for load in dict.fromkeys(row["rate"] for row in result["rows"]):
+        for row in (row for row in result["rows"] if row["rate"] == load):
+            name = {"vllm": "vLLM's own model and sums"}.get(row["wiring"], row["wiring"])
+            spread = f"{row['tpot_ms_min']:.1f} to {row['tpot_ms_max']:.1f}"
+            lines.append(
+                f"| {loads.get(load, load)} | {name} | {row['ttft_ms']:.0f} | {row['tpot_ms']:.1f} | {spread} | "
+                f"{row['tokens_per_s']:.1f} | {row['speedup']:.2f}x |"
+            )
+    return "\n".join(lines) + "\n"
+
+
 def _load(text: str, sizes: dict[str, int]) -> Load:
     if text == ONE:
         return Load(name=ONE, rate=math.inf, **(sizes | {"concurrency": 1}))

@@ -79,7 +79,7 @@ def started(
                     subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
                 )
         server = Server(wiring, f"http://127.0.0.1:{port}", str(directory), link.enter(0) if link else [], processes=processes)
-        _wait_until_up(server, processes, logs / f"{file_name(wiring)}-0.log")
+        wait_until_up(server, logs / f"{file_name(wiring)}-0.log")
         yield server
     finally:
         stop(processes)
@@ -100,11 +100,12 @@ def stop(processes: list[subprocess.Popen[bytes]], patience: float = 20) -> None
                 continue
 
 
-def _wait_until_up(server: Server, processes: list[subprocess.Popen[bytes]], log: Path) -> None:
+def wait_until_up(server: Server, log: Path) -> None:
+    """Until it answers; ValueError with the end of ``log`` if it ends instead."""
     probe = [*server.enter, sys.executable, "-c", _PROBE, f"{server.url}/health"]
     deadline = time.monotonic() + START_SECONDS
     while subprocess.run(probe, check=False).returncode:
-        ended = any(process.poll() is not None for process in processes)
+        ended = any(process.poll() is not None for process in server.processes)
         if ended or time.monotonic() > deadline:
             why = "ended" if ended else f"did not answer within {START_SECONDS} s"
             tail = "\n".join(log.read_text(errors="replace").splitlines()[-30:])

@@ -18,19 +18,11 @@ from vllm.forward_context import get_forward_context, is_forward_context_availab
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 
-from ..reduce import AsyncReducer, Reducer, Sum
+from ..reduce import AsyncReducer, Reducer, Sum, _Ready
 from ..sockets import PeerSockets
 
 # Ranks compile on their own before their first sum; the slowest may take minutes longer.
 PEER_TIMEOUT_SECONDS = 600.0
-
-
-class _Done(Sum):
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
-
-    def finish(self) -> Tensor:
-        return self.total
 
 
 class _OnSideStream(Sum):
@@ -72,10 +64,12 @@ class Link:
         self.reducer: Reducer = SideStreamReducer(group) if self.cuda else _cpu_reducer(group)
 
     def start(self, partial: Tensor, *, next_is_attention: bool) -> Sum:
+        started = self.reducer.launch(partial)
         if self.cuda and next_is_attention and _in_piecewise_graph():
-            # A piecewise CUDA graph ends at attention; a fork of streams cannot be joined in the next graph.
-            return _Done(self.group._all_reduce_out_place(partial))
-        return self.reducer.launch(partial)
+            # A piecewise CUDA graph ends at attention; a fork of streams cannot be joined in the next graph. On the side stream
+            # all the same: another sum may be on its way there, and vLLM's all-reduces are for one stream at a time.
+            return _Ready(started.finish())
+        return started
 
     def finish(self, started: Sum) -> Tensor:
         """The most recent sum, with nothing left in flight: vLLM may wait for something of its own next, so our share of the
