@@ -125,6 +125,10 @@ def test_layers_are_switched_over_in_stages(ground):
     stages = [line.split()[1] for line in told if line.startswith("stage ")]
     assert stages == ["ladder:3-4", "ladder:1-4", "ladder"]
     assert json.loads((result.output / "config.json").read_text(encoding="utf-8"))["wiring"] == "ladder"
+    short = run(ground, "short", tokens=512, stages=("ladder:3-4", "ladder:1-4"))
+    assert json.loads((short.output / "config.json").read_text(encoding="utf-8"))["wiring"] == "ladder"
+    with pytest.raises(ValueError, match="no step for the last stage"):
+        settings(ground, "x", stages=("ladder:3-4",), stages_share=1.0)
     plan = Stages(("a", "b"), "c", 0.5, told.append)
     assert [plan.at(progress) for progress in (0, 0.2, 0.25, 0.49, 0.5, 1)] == ["a", "a", "b", "b", "c", "c"]
 

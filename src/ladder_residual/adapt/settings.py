@@ -138,6 +138,8 @@ class Settings:
         for name in ("hidden_share", "stages_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ValueError(f"{name} is a share of the run: above 0 and at most 1, got {getattr(self, name)}")
+        if self.stages and self.stages_share == 1:
+            raise ValueError("stages_share=1 leaves no step for the last stage, the wiring asked for; use less than 1")
         if self.sequence < 2:
             raise ValueError(f"a row needs at least 2 tokens to predict one, got sequence={self.sequence}")
         if self.tokens is not None and self.tokens < self.sequence:

@@ -149,6 +149,12 @@ class AdaptTrainer(Trainer):
             result["kl"] = divergence / tokens
         return result
 
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        outcome = super().train(*args, **kwargs)
+        if self.stages is not None:
+            self.stages.enter(self.inner, 1.0)  # a run too short for all its stages still ends as what was asked for
+        return outcome
+
     @contextmanager
     def _measuring(self) -> Iterator[None]:
         if self.objective.compiled and not _drops_out(self.inner):
