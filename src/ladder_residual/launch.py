@@ -23,6 +23,7 @@ USER_ERROR = 2  # exit code of a rank that has told the user already
 LOST_PEER = 3  # exit code of a rank that failed because another one did
 OUT_OF_MEMORY = 4  # exit code of a rank that could not get the memory it needs
 _NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|out of memory", re.IGNORECASE)
+_SILENT = re.compile(r"waited [0-9]+ s for|[Tt]imed out")
 _MESSAGES = "LADDER_MESSAGES"  # environment variable: the directory in which ranks leave their last words
 
 
@@ -130,8 +131,8 @@ def _explain(failures: Any, messages: Path, ranks: int) -> int:
         said.add(text)
     if any(left[rank][0] == USER_ERROR for rank in causes):
         return USER_ERROR
-    if causes:
-        return 1
+    if causes or any(_SILENT.search(text) for _, text in left.values()):
+        return 1  # a rank that was silent died of the launcher afterwards: that is no news
     # Ranks that lost a peer are consequences; the one they lost is the cause, even if it was noticed later.
     rank, failure = min(failures.items(), key=lambda item: (item[0] in left, item[1].timestamp))
     if rank not in left:

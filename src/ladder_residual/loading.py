@@ -14,12 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from . import __version__
 from .checkpoint import Checkpoint, resolve, sources_of
 from .config import Wiring
 from .families import Family, check_wiring, family_of
@@ -119,8 +117,7 @@ def load_model(
         raise ValueError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
     target = DTYPES[dtype] if dtype != "auto" else stored_dtype(config, checkpoint)
     options = {"attn_implementation": attention} if attention else {}
-    software = f"ladder-residual {__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
-    world.check_same("the software", software, show=True)
+    world.check_software()
     world.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
     if world.size > 1:
         world.check_same("the checkpoint", checkpoint.digest())

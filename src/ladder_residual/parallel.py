@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
+from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -99,6 +100,13 @@ class World:
             shown = f" ({first})" if show else ""
             raise ValueError(f"{what} of {', '.join(different)} differs from rank 0's{shown}: all ranks must run the same")
 
+    def check_software(self) -> None:
+        """Ranks with unlike versions may compute unlike things, and fail or err in ways nobody can explain."""
+        from . import __version__
+
+        versions = f"torch {torch.__version__}, transformers {version('transformers')}"
+        self.check_same("the software", f"ladder-residual {__version__}, {versions}", show=True)
+
     def ask(self, question: Callable[[], str], turn: int) -> str:
         """Rank 0's answer to ``question`` on every rank. A person may take longer than any collective's time-out, so the other
         ranks look into the store instead of waiting in one."""
@@ -148,13 +156,10 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
     if launched() == 1:
         yield World(device=where)
         return
-    backend = "nccl" if where.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=where if backend == "nccl" else None)
-    # The launcher's store outlives this block: without a name of its own a second block would find the first one's keys.
-    store = dist.PrefixStore(f"ladder_residual/{next(_uses)}", dist.distributed_c10d._get_default_store())
     sockets = None
     try:
-        if backend == "gloo":
+        store = _join(where, timeout)
+        if where.type == "cpu":
             sockets = _connect(store, timeout)
         world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD, sockets, store)
         yield world
@@ -163,19 +168,43 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         raise
     except RuntimeError as error:
         # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, and where.
-        if any(sign in str(error) for sign in ("Connection closed by peer", "Connection reset", "Broken pipe", "imed out")):
+        if tells_of_lost_peer(str(error)):
             raise PeerLost(
-                f"rank {dist.get_rank()} of {dist.get_world_size()} on {socket.gethostname()} lost its peers "
+                f"rank {os.environ.get('RANK')} of {launched()} on {socket.gethostname()} lost its peers "
                 f"(a rank died or its link is down): {str(error).splitlines()[0][:200]}"
             ) from error
         raise
     finally:
         if sockets is not None:
             sockets.close()
-        dist.destroy_process_group()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def tells_of_lost_peer(message: str) -> bool:
+    """Whether a library's error message means that another rank is gone, silent or out of reach."""
+    signs = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout after")
+    return any(sign in message for sign in (*signs, "Connect timeout", "failed to connect"))
 
 
 _uses = itertools.count()  # every rank enters its blocks in the same order
+
+
+def _join(where: torch.device, timeout: float) -> dist.Store:
+    """Form the process group; a store for what else the ranks have to tell each other.
+
+    The launcher's store outlives this block, and a restarted attempt of an elastic launcher finds it as the last one left it: the
+    addresses in it lead to processes that are dead. So every attempt and every block has names of its own.
+    """
+    patience = timedelta(seconds=timeout)
+    store, rank, size = next(dist.rendezvous("env://", timeout=patience))
+    store.set_timeout(patience)
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    own = dist.PrefixStore(f"ladder_residual/{attempt}/{next(_uses)}", store)
+    backend = "nccl" if where.type == "cuda" else "gloo"
+    device = where if backend == "nccl" else None
+    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=patience, device_id=device)
+    return dist.PrefixStore("ranks", own)
 
 
 def _connect(store: dist.Store, timeout: float) -> PeerSockets:

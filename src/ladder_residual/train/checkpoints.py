@@ -15,6 +15,7 @@ import shutil
 import warnings
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from ..parallel import tells_of_lost_peer
+from ..sockets import PeerLost
 from .building import NextToken
 from .layout import Layout
 from .optimizer import ShardedAdamW
@@ -45,7 +48,8 @@ class Checkpoints:
         self.directory, self.layout, self.keep = directory, layout, keep
         world = layout.world
         # The writing threads of the ranks talk while the main threads train: they need a group of their own.
-        self.group = dist.new_group(backend="gloo") if world.size > 1 else None
+        patience = timedelta(seconds=layout.timeout)
+        self.group = dist.new_group(backend="gloo", timeout=patience) if world.size > 1 else None
         self.thread = ThreadPoolExecutor(1)
         expect_one_process()
         self.writing: Future[None] | None = None
@@ -120,7 +124,10 @@ class Checkpoints:
                 shutil.rmtree(temporary, ignore_errors=True)  # gives the space back as well
             newest = self.newest()
             rest = f"the newest good checkpoint is {newest}" if newest else "there is no earlier checkpoint"
-            raise SaveFailed(f"could not save step {step} to {final}: {_reason(error, self.directory)}; {rest}") from error
+            reason = _reason(error, self.directory)
+            if tells_of_lost_peer(reason):
+                raise PeerLost(f"rank {rank} lost its peers while it saved step {step}: {reason}; {rest}") from error
+            raise SaveFailed(f"could not save step {step} to {final}: {reason}; {rest}") from error
 
     def _retire(self) -> None:
         for old in self.found()[: -self.keep]:

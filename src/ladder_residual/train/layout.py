@@ -24,6 +24,7 @@ class Layout:
     world: World
     mesh: DeviceMesh  # (dp, tp)
     tensor: World  # this rank's tensor-parallel group
+    timeout: float  # seconds a rank waits for another
 
     @property
     def dp(self) -> int:
@@ -100,6 +101,8 @@ def arranged(world: World, timeout: float, tp: int, dp: int | None) -> Iterator[
         )
     try:
         mesh = init_device_mesh(world.device.type, (dp, tp), mesh_dim_names=(DP, TP))
+        for axis in (DP, TP):  # a new group's own would be half an hour
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), mesh[axis].get_group())
         # What a rank has half written into its sockets moves only while it waits for sockets. FSDP waits for other groups in
         # between, so with several copies of the model all sums go through the group's own threads.
         tensor = World(
@@ -110,7 +113,7 @@ def arranged(world: World, timeout: float, tp: int, dp: int | None) -> Iterator[
             sockets=world.sockets if dp == 1 else None,
             store=dist.PrefixStore(f"tp{mesh[DP].get_local_rank()}", world.store) if world.store is not None else None,
         )
-        yield Layout(replace(world, group=dist.group.WORLD), mesh, tensor)
+        yield Layout(replace(world, group=dist.group.WORLD), mesh, tensor, timeout)
     finally:
         if alone:
             dist.destroy_process_group()

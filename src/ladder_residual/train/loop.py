@@ -62,6 +62,7 @@ class Loop:
         verify = recipe.data.verify if layout.world.is_main else "sizes"  # one rank reads for all
         self.train_rows = open_rows(recipe, "train", shuffle=True, verify=verify)
         self.valid_rows = open_rows(recipe, "valid", shuffle=False, verify=verify) if recipe.data.valid else None
+        layout.world.check_software()
         layout.world.check_same("the recipe", json.dumps(recipe.to_dict(), sort_keys=True))
         layout.world.check_same("the training data", json.dumps(self.train_rows.corpus.index(), sort_keys=True))
         # FSDP warns of outputs that are views: nothing here writes into a layer's output.
