@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,17 @@ def run_campaign(
         def kill() -> Outcome:
             return generating.random_kill(job, duration, chance)
     else:
-        raise ValueError("training cannot be tried yet")
+        from . import training
+        from .jobs import TrainJob
+
+        run = TrainJob(directory, timeout=timeout)
+        duration = training.undisturbed(run)
+        faults = training.named_faults(run)
+        turns = itertools.count()
+
+        def kill() -> Outcome:
+            return training.random_kill(run, duration, chance, elastic=next(turns) % 2 == 0)
+
     chosen = _chosen(named, [name for name, _, _ in faults])
     kills = [_told(kill(), say) for _ in range(rounds)]
     not_tried = {name: why for name, why, _ in faults if name in chosen and why}

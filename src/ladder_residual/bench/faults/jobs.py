@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -56,3 +57,96 @@ class GenerateJob:
             if json.loads(line) != json.loads(expected):
                 return f"line {number + 1} differs from the undisturbed run's"
         return None
+
+
+@dataclass
+class TrainJob:
+    """``ladder train`` of a tiny model on two tensor-parallel ranks, with a checkpoint every few steps."""
+
+    directory: Path
+    steps: int = 40
+    every: int = 5
+    timeout: float = 10.0
+    reference: dict[int, float] = field(default_factory=dict)  # losses of an undisturbed run, by step
+
+    @property
+    def run(self) -> Path:
+        return self.directory / "run"
+
+    @property
+    def recipe(self) -> Path:
+        return self.directory / "recipe.toml"
+
+    def prepare(self) -> None:
+        """A recipe and its corpus, and no run yet."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(self.run, ignore_errors=True)
+        corpus = self.directory / "corpus"
+        if not corpus.exists():
+            from ...corpus.writing import write_corpus
+
+            documents = [[1 + (7 * number + 3 * place) % 400 for place in range(60)] for number in range(100)]
+            write_corpus(corpus, documents, vocab_size=512, end_of_document=0)
+        self.recipe.write_text(
+            f"""
+[model]
+hidden_size = 64
+intermediate_size = 160
+num_layers = 4
+num_heads = 4
+vocab_size = 512
+wiring = "ladder"
+[data]
+train = "corpus"
+sequence = 32
+[batch]
+rows = 8
+[parallel]
+tp = 2
+[optimizer]
+lr = 1e-2
+warmup = 2
+[run]
+steps = {self.steps}
+precision = "fp32"
+device = "cpu"
+timeout = {self.timeout}
+[checkpoint]
+directory = "{self.run}"
+every = {self.every}
+export = false
+[log]
+every = 1
+tensorboard = false
+"""
+        )
+
+    def arguments(self, ranks: int | None = 2, extra: Sequence[str] = ()) -> list[str]:
+        """After ``ladder``; without ``ranks`` for a launcher of one's own."""
+        return ["train", str(self.recipe), *(["--ranks", str(ranks)] if ranks else []), *extra]
+
+    def losses(self) -> dict[int, float]:
+        """By step, of what the log holds now; a line that is just being written is left out."""
+        path = self.run / "log.jsonl"
+        content = path.read_text(encoding="utf-8") if path.exists() else ""
+        events = [json.loads(line) for line in content.split("\n")[:-1]]
+        return {event["step"]: event["loss"] for event in events if event["event"] == "train"}
+
+    def begun(self) -> bool:
+        return len(self.losses()) > 0
+
+    def wrong_losses(self, whole: bool) -> str | None:
+        """What is wrong with the losses logged so far; ``whole``: all steps must be there."""
+        losses = self.losses()
+        if whole and sorted(losses) != sorted(self.reference):
+            return f"steps {sorted(losses)[:1]} to {sorted(losses)[-1:]} were logged, expected 1 to {self.steps}"
+        worst = max((abs(loss / self.reference[step] - 1) for step, loss in losses.items()), default=0.0)
+        return f"a loss differs by {worst:.1e} from the undisturbed run's" if worst > 1e-6 else None
+
+    def unfinished_checkpoints(self) -> list[str]:
+        """Names under the run's checkpoints that a reader could take for one and that are not complete."""
+        from ...train.checkpoints import check_files
+
+        folder = self.run / "checkpoints"
+        found = [path for path in folder.iterdir() if path.suffix != ".tmp"] if folder.is_dir() else []
+        return [f"{path.name}: {problem}" for path in found if (problem := check_files(path))]

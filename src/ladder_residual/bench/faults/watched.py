@@ -41,7 +41,8 @@ class WatchedRun:
         self.temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=directory))
         self.started = time.monotonic()
         self.processes: list[subprocess.Popen[str]] = []
-        marked = os.environ | {_MARK: self.mark, "TMPDIR": str(self.temporary)} | dict(environment or {})
+        caches = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "compiled")}  # kept on purpose, and not a trace of a run
+        marked = os.environ | {_MARK: self.mark, "TMPDIR": str(self.temporary)} | caches | dict(environment or {})
         self.outputs = [directory / f"output-{index}.txt" for index in range(len(commands))]
         for command, output in zip(commands, self.outputs, strict=True):
             with output.open("w") as sink:
