@@ -95,13 +95,23 @@ def elastic_command(job: TrainJob) -> list[str]:
 
 
 def hurt(
-    job: TrainJob, fault: str, detail: str, injury: Callable[[WatchedRun], object], *, says: str, codes: Sequence[int] = (1,)
+    job: TrainJob,
+    fault: str,
+    detail: str,
+    injury: Callable[[WatchedRun], object],
+    *,
+    says: str,
+    codes: Sequence[int] = (1,),
+    at_start: bool = False,
 ) -> Outcome:
-    """On one host, in mid-training: ``injury``, then the end as said, then on again."""
+    """On one host, in mid-training or ``at_start``: ``injury``, then the end as said, then on again."""
     job.prepare()
     outcome, bound = Outcome(fault, detail), 60 + 2 * job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
     with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
-        run.wait_for(lambda: len(job.losses()) >= 2 * job.every, START_SECONDS, "two checkpoints were begun")
+        if at_start:
+            run.wait_for(lambda: len(run.ranks()) == 2, START_SECONDS, "two ranks were there")
+        else:
+            run.wait_for(lambda: len(job.losses()) >= 2 * job.every, START_SECONDS, "two checkpoints were begun")
         held = run.traces()
         injured = injury(run)
         outcome.ended_after_s = run.end(bound)
@@ -136,7 +146,9 @@ def killed_by_the_kernel(job: TrainJob) -> Outcome:
         def close(self) -> None:
             self.context.__exit__(None, None, None)
 
-    return hurt(job, "out of memory", "rank 1, killed by the kernel", _Starving, says=r"rank 1 of 2 .* was killed by SIGKILL")
+    # At the start: later on so small a run takes no more memory that the kernel could refuse it.
+    says = r"rank 1 of 2 .* was killed by SIGKILL"
+    return hurt(job, "out of memory", "rank 1, killed by the kernel", _Starving, says=says, at_start=True)
 
 
 def two_nodes(
