@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .checkpoint import read_json, resolve
 from .generation_settings import LEAST_TEMPERATURE
+from .launch import is_out_of_memory
 from .parallel import World
 
 TOKENIZER_CONFIG_BYTES = 8 << 20  # published ones have up to 1.2 MB
@@ -111,6 +112,8 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 def _is_tokenizers_fault(error: BaseException) -> bool:
     """The Rust library under it panics now and then, which Python sees as an error outside ``Exception``."""
+    if is_out_of_memory(error):
+        return False
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 

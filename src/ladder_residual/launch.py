@@ -57,10 +57,15 @@ def report_error(message: str, code: int) -> None:
         print(f"error: {message}" if rank == "0" else f"error: rank {rank}: {message}", file=sys.stderr)
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """The host's fault, whatever was being done: nobody may take it for a fault of the input."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and bool(_NO_MEMORY.search(str(error))))
+
+
 def told(error: Exception) -> tuple[str, int] | None:
     """What the user is told of ``error``, and the exit code; None if nobody foresaw it, so that its traceback is shown."""
     text = str(error)
-    if isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and _NO_MEMORY.search(text)):
+    if is_out_of_memory(error):
         who = f"rank {os.environ['RANK']} on " if os.environ.get("WORLD_SIZE", "1") not in ("", "1") else ""
         detail = f" ({text.splitlines()[0][:200]})" if text else ""
         fix = "use more ranks, a smaller batch or fewer tokens"

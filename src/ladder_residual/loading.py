@@ -23,6 +23,7 @@ from .config import Wiring
 from .families import Family, check_wiring, family_of
 from .generation_settings import generation_config
 from .hf_config import ladder_config_class, wiring_of
+from .launch import is_out_of_memory
 from .model import rewire, set_reducer
 from .parallel import World
 from .presets import ModelShape
@@ -171,6 +172,8 @@ def built_from(file: Path) -> Iterator[None]:
     except ValueError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         raise ValueError(
             f"{file} does not describe a model transformers can build: {type(error).__name__}: {str(error)[:300]}"
         ) from error

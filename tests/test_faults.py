@@ -1,0 +1,172 @@
+"""Ranks that die, starve, differ or cannot write: real processes, and what the user sees. `ladder bench faults` tries all of it."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ladder_residual.bench.delayed_link import why_not
+from ladder_residual.bench.faults import generating, training
+from ladder_residual.bench.faults.campaign import run_campaign
+from ladder_residual.bench.faults.injury import why_no_cgroup
+from ladder_residual.bench.faults.jobs import LADDER, GenerateJob, TrainJob
+from ladder_residual.bench.faults.outcome import Outcome, judge_end
+from ladder_residual.bench.faults.watched import Traces, WatchedRun
+from ladder_residual.launch import LOST_PEER, OUT_OF_MEMORY, USER_ERROR, told
+from ladder_residual.line_writer import LineWriter
+from ladder_residual.sockets import PeerLost
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched through /proc")
+root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+
+
+@pytest.fixture
+def job(demo_dir, tmp_path):
+    return GenerateJob(tmp_path / "job", str(demo_dir), prompts=30, new_tokens=40)
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 64 KB."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], check=True)
+    yield path
+    subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_what_is_told_of_an_error():
+    assert told(ValueError("x")) == ("x", USER_ERROR)
+    assert told(OSError(28, "No space left on device")) == ("[Errno 28] No space left on device", USER_ERROR)
+    assert told(PeerLost("rank 1 is gone")) == ("rank 1 is gone", LOST_PEER)
+    starved = [MemoryError(), RuntimeError("can't allocate memory: 5 bytes"), OSError(12, "Cannot allocate memory")]
+    for error in starved:
+        text, code = told(error)
+        assert code == OUT_OF_MEMORY
+        assert "ran out of memory" in text
+    assert told(RuntimeError("a bug")) is None  # keeps its traceback
+
+
+def test_a_killed_rank_and_only_loopback(job):
+    """One run: its ports are on loopback, the kill ends it as said, nothing is left."""
+    job.prepare()
+    with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
+        run.wait_for(job.begun, 240, "the first line was written")
+        held = run.traces()
+        assert held.ports
+        assert _listening_addresses(run) == {"0100007F"}, "a port is open to other hosts"
+        pid = run.ranks()[1]
+        os.kill(pid, 9)
+        outcome = Outcome("SIGKILL")
+        outcome.ended_after_s = run.end(60)
+        says = rf"rank 1 of 2 \(pid {pid}\) on {generating.HOST} was killed by SIGKILL"
+        judged = judge_end(outcome, run, held, bound=60, codes={1}, says=says, wrong_output=job.wrong_output())
+        assert judged.as_said, judged.wrong
+        assert "Once upon" not in run.text()  # prompts are no part of a log
+
+
+def _listening_addresses(run):
+    found = set()
+    for pid in run.pids():
+        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(path)]
+        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and fields[9] in inodes:
+                    found.add(fields[1].partition(":")[0])
+    return found
+
+
+def test_a_rank_out_of_memory_is_named(job):
+    outcome = generating.out_of_memory(job)
+    assert outcome.as_said, outcome.wrong
+
+
+def test_a_watched_run_notices_what_is_left(tmp_path):
+    """The judge itself: an orphan, a port, a file and a wrong exit are all seen."""
+    script = "import socket,time,tempfile,os\ns=socket.create_server(('127.0.0.1',0))\nopen(tempfile.mkdtemp()+'/x','w')\n"
+    script += "print('up',flush=True)\ntime.sleep(1)\nif os.fork(): os._exit(5)\ntime.sleep(60)"
+    with WatchedRun([[sys.executable, "-c", script]], tmp_path) as run:
+        run.wait_for(lambda: "up" in run.text(), 60, "it was up")
+        held = run.traces()
+        assert held.ports
+        outcome = Outcome("orphan")
+        outcome.ended_after_s = run.end(30)
+        judge_end(outcome, run, held, bound=30, codes={1}, says="rank 1", wrong_output=None)
+        wrong = "\n".join(run.left_over(held, grace=0.2) + outcome.wrong)
+        for sign in ("process ", "port ", "file tmp-", "exit codes [5]", "no error that says"):
+            assert sign in wrong
+    assert not run.pids()
+    assert run.left_over(Traces(), grace=0) != []  # its files
+
+
+@root
+def test_lines_are_whole_on_a_full_disk(small_disk):
+    path = small_disk / "out.jsonl"
+    line = "x" * 9999
+
+    def fill(sink):
+        for _ in range(100):
+            sink.write(line)
+
+    with LineWriter(path) as sink, pytest.raises(ValueError, match="No space left on device; the lines before are there"):
+        fill(sink)
+    lines = path.read_text().splitlines(keepends=True)
+    assert 4 <= len(lines) <= 6
+    assert all(each == line + "\n" for each in lines)
+
+
+@root
+def test_commands_on_a_full_or_read_only_disk(demo_dir, small_disk, tmp_path):
+    """convert: one line, exit code 2, and nothing half-made. The source is on another file system, so that it must copy."""
+
+    def convert():
+        words = ["convert", str(demo_dir), str(small_disk / "out"), "--wiring", "ladder", "--copy"]
+        return subprocess.run([*LADDER, *words], capture_output=True, text=True, timeout=240)
+
+    done = convert()
+    assert done.returncode == 2
+    assert "No space left on device" in done.stderr
+    assert list(small_disk.iterdir()) == []
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    done = convert()
+    assert done.returncode == 2
+    assert "Read-only file system" in done.stderr
+    assert "Traceback" not in done.stderr
+    with pytest.raises(ValueError, match="cannot write .*Read-only file system"):
+        LineWriter(small_disk / "out.jsonl")
+
+
+def test_campaigns_refuse_what_they_do_not_know(tmp_path):
+    done = subprocess.run([*LADDER, "bench", "faults", "--what", "sleep"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "choose generate or train" in done.stderr
+
+
+GENERATE = ["stop", "oom-killer", "link-5s", "link", "clock", "version", "checkpoint", "wiring"]
+
+
+@pytest.mark.slow
+def test_generation_under_every_fault(tmp_path):
+    result = run_campaign("generate", tmp_path, rounds=1, named=",".join(GENERATE), seed=1, timeout=5.0)
+    assert result["kills_as_said"] == 1, result["rows"]
+    assert result["named_as_said"] == result["named"], [row for row in result["rows"] if not row["as_said"]]
+    assert bool(why_not()) == ("link" in result["not_tried"])
+    assert bool(why_no_cgroup()) == ("oom-killer" in result["not_tried"])
+
+
+@pytest.mark.slow
+def test_training_is_killed_and_goes_on(tmp_path):
+    """By hand and by torchrun's restarts, to the losses of the undisturbed run."""
+    job, chance = TrainJob(tmp_path, steps=30, timeout=5.0), random.Random(3)
+    duration = training.undisturbed(job)
+    for elastic in (True, False):
+        outcome = training.random_kill(job, duration, chance, elastic)
+        assert outcome.as_said, outcome.wrong
+    for fault in (training.stopped, training.full_disk) if os.geteuid() == 0 else (training.stopped,):
+        outcome = fault(job)
+        assert outcome.as_said, outcome.wrong
