@@ -1,4 +1,4 @@
-"""The link laboratory: two network namespaces, a slow wire, torchrun on both sides."""
+"""The link laboratory: network namespaces, a slow wire, torchrun on every host."""
 
 import json
 import os
@@ -6,14 +6,18 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from ladder_residual.bench.delayed_link import why_not
+from ladder_residual.bench.delayed_link import DelayedLink, why_not
+from ladder_residual.bench.hosts.laboratory import measure_link
+from ladder_residual.bench.hosts.links import FOUR_LINKS, Link, parse_links
+from ladder_residual.bench.hosts.report import page
 
-pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(why_not()), reason=f"no link can be made here: {why_not()}")]
-
+ROOT = Path(__file__).parents[1]
 COMMAND = [sys.executable, "-m", "ladder_residual", "bench", "hosts", "--repeats", "5", "--prompt", "4"]
+needs_root = pytest.mark.skipif(bool(why_not()), reason=f"no link can be made here: {why_not()}")
 
 
 def namespaces():
@@ -21,33 +25,111 @@ def namespaces():
     return {line.split()[0] for line in listed.splitlines() if line.startswith("ladder-")}
 
 
-def test_two_hosts_measure_every_wiring_and_leave_nothing(demo_dir):
+def test_links_by_name():
+    assert [link.name for link in parse_links(FOUR_LINKS)] == [
+        "0.1 ms, 10 Gbit/s",
+        "0.25 ms, 1 Gbit/s",
+        "1 ms, 1 Gbit/s",
+        "2 ms, 1 Gbit/s",
+    ]
+    assert Link.parse("250us") == Link(0.00025, None)
+    assert Link.parse("0/100mbit") == Link(0.0, 1e8)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("fast", "cannot read the delay"),
+        ("1ms/fast", "cannot read the rate"),
+        ("5", "cannot read the delay"),
+        ("1ms/", "ends after"),
+    ]
+    + [("2s", "more than a second"), ("1ms,1ms", "twice"), ("", "cannot read the delay"), ("-1ms", "cannot read the delay")],
+)
+def test_bad_links_are_refused(text, named):
+    with pytest.raises(ValueError, match=named):
+        parse_links(text)
+
+
+def test_the_page_is_what_the_results_say():
+    files = sorted((ROOT / "results" / "hosts").glob("*.json"))
+    written = (ROOT / "docs" / "hosts.md").read_text(encoding="utf-8")
+    made = page([json.loads(path.read_text()) for path in files])
+    assert written == made, "docs/hosts.md is old: run the command in its second line"
+
+
+@needs_root
+@pytest.mark.parametrize(("seconds", "rate", "hosts", "wire"), [(0.002, 2e8, 3, "forwarder"), (0.0, 2e8, 2, "veth")])
+def test_a_link_has_the_delay_and_rate_it_was_asked_for(seconds, rate, hosts, wire):
+    before = namespaces()
+    with DelayedLink(seconds, rate, hosts) as link:
+        if wire == "forwarder" and link.wire == "netem":
+            wire = "netem"
+        assert link.wire == wire
+        found = measure_link(link)
+        assert found["rtt_ms"] >= 2e3 * seconds
+        assert 20 < found["bandwidth_mbit_s"] < 230  # a busy machine is slower, none is faster
+        assert (link.forwarder_seconds() > 0) == (wire == "forwarder")
+    assert namespaces() <= before
+
+
+@needs_root
+def test_netem_is_used_where_the_kernel_has_it(tmp_path, monkeypatch):
+    """This kernel may lack it: a `tc` that claims to have it shows that it would be asked, and a veth pair carries the packets."""
+    log = tmp_path / "calls"
+    (tmp_path / "tc").write_text(f'#!/bin/sh\necho "$@" >> {log}\n')
+    (tmp_path / "tc").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with DelayedLink(0.001, 1e9) as link:
+        assert link.wire == "netem"
+        assert measure_link(link)["rtt_ms"] < 2  # nothing delays: the claim was false
+    asked = [line for line in log.read_text().splitlines() if "link0" in line]
+    assert asked == ["qdisc replace dev link0 root netem delay 1000us limit 100000 rate 1000000000bit"] * 2
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may make links")
+def test_without_root_it_says_so(demo_dir):
+    done = subprocess.run([*COMMAND, "--model", str(demo_dir)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "network namespaces need root" in done.stderr
+
+
+@pytest.mark.slow
+@needs_root
+def test_hosts_measure_every_wiring_over_every_link_and_leave_nothing(demo_dir, tmp_path):
     before = namespaces()
     options = [
         "--model",
         str(demo_dir),
-        "--delay",
-        "1ms",
-        "--rate",
-        "1gbit",
-        "--phases",
-        "decode,prefill",
-        "--wirings",
-        "ladder",
+        "--links",
+        "1ms/1gbit,0/100mbit",
+        "--out",
+        str(tmp_path / "result.json"),
+        "--wire",
+        "bf16",
     ]
-    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=400)
+    done = subprocess.run([*COMMAND, *options], capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout.splitlines()[-1])
-    assert result["rtt_ms"] >= 2.0  # what was asked for, and what the wire adds
-    assert 100 < result["bandwidth_mbit_s"] < 1100
-    assert {(row["phase"], row["wiring"]) for row in result["rows"]} == {
-        (phase, wiring) for phase in ("decode", "prefill") for wiring in ("standard", "ladder", "no-comm")
+    assert json.loads((tmp_path / "result.json").read_text()) == result
+    slow, fast = result["links"]
+    assert slow["rtt_ms"] >= 2.0  # what was asked for, and what the wire adds
+    assert fast["rtt_ms"] < 2.0
+    wirings = ("standard", "ladder:last-half", "ladder", "parallel", "desync-2x", "no-comm")
+    assert {(row["link"], row["phase"], row["wiring"]) for row in result["rows"]} == {
+        (link["link"], phase, wiring) for link in (slow, fast) for phase in ("decode", "prefill") for wiring in wirings
     }
     # A sum crosses a 1 ms wire: ten of them cannot take less than 10 ms.
-    assert result["bounds"]["decode"]["communication_ms"] > 10
+    assert all(phase["communication_ms"] > 10 for phase in slow["phases"])
+    assert slow["sums"]["rows"][0]["all_reduce"] > slow["sums"]["rows"][0]["exchange"]  # two trips against one
+    assert result["partials_travel_as"] == "bfloat16"
     assert namespaces() <= before
+    text = page([result])
+    assert text.count("| 1 ms, 1 Gbit/s |") >= 3
 
 
+@pytest.mark.slow
+@needs_root
 def test_interrupting_removes_the_hosts(demo_dir):
     before = namespaces()
     process = subprocess.Popen([*COMMAND, "--model", str(demo_dir)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -60,8 +142,8 @@ def test_interrupting_removes_the_hosts(demo_dir):
     assert namespaces() <= before
 
 
-def test_bad_links_are_refused(demo_dir):
-    for options, named in (["--rate", "fast"], "cannot read the rate"), (["--delay", "5"], "no unit"):
+def test_mistakes_are_one_line(demo_dir):
+    for options, named in (["--rate", "fast"], "cannot read the rate"), (["--delay", "5"], "cannot read the delay"):
         done = subprocess.run([*COMMAND, "--model", str(demo_dir), *options], capture_output=True, text=True, timeout=60)
         assert done.returncode == 2
         assert named in done.stderr

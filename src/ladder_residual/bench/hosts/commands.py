@@ -100,13 +100,17 @@ def hosts_ranks(
 
 
 def hosts_report(
-    results: Annotated[list[Path], typer.Argument(help="Files that `ladder bench hosts --out` wrote.")],
+    results: Annotated[Path, typer.Argument(help="Directory of files that `ladder bench hosts --out` wrote.")] = Path(
+        "results/hosts"
+    ),
     out: Annotated[Path | None, typer.Option(help="The page to write; default: standard output.")] = None,
 ) -> None:
     """The tables of docs/hosts.md, made from results."""
     from .report import page
 
-    text = page([json.loads(path.read_text(encoding="utf-8")) for path in results], [path.as_posix() for path in results])
+    if not results.is_dir():
+        raise ValueError(f"there is no directory {results}")
+    text = page([json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))])
     if out is None:
         print(text, end="")
     else:

@@ -34,7 +34,9 @@ def bench_hosts(
     parts: list[dict[str, Any]] = []
     for each in links:
         with DelayedLink(each.seconds, each.rate, hosts) as link:
-            facts = {"link": each.name, "wire": link.wire, "rate_bit_s": each.rate, **measure_link(link)}
+            # Measured before our own ranks start: what others do on this machine meanwhile makes every figure worse.
+            facts = {"link": each.name, "wire": link.wire, "rate_bit_s": each.rate, "load_before": os.getloadavg()[0]}
+            facts |= measure_link(link)
             say(
                 f"{each.name}: round trip {facts['rtt_ms']:.2f} ms (the {link.wire} adds {facts['wire_adds_ms']:.3f} ms each way), "
                 f"{facts['bandwidth_mbit_s']:.0f} Mbit/s"
