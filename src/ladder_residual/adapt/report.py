@@ -30,13 +30,7 @@ class Results:
         self.original = {text: values["loss"] for text, values in self.document["original"].items()}
         self.selection = self.document.get("selection") or _optional(folder / "selection.json")
         self.tasks = _optional(folder / "tasks.json")
-        self.stories = _optional(folder / "stories15m.json")
         self.pilots = [pilot for path in sorted(folder.glob("pilot-*.json")) if (pilot := _optional(path))]
-        self.texts = {
-            path.stem.removeprefix("text-"): [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-            for path in sorted(folder.glob("text-*.jsonl"))
-        }
-
         self.control = next((run for name, run in self.runs.items() if name.startswith("control")), None)
 
     def original_along(self, text: str) -> float:
@@ -159,7 +153,7 @@ def selection_table(results: Results) -> str:
     parts = []
     for text, curves in found["curves"].items():
         sizes = [point["k"] for point in curves["ours"]]
-        shown = [k for k in sizes if k % 5 == 0 or k == sizes[-1]] or sizes
+        shown = [k for k in sizes if k % 5 == 0] if len(sizes) > 8 else sizes
         rows = [[ORDERS[order], *(f"{curves[order][k - 1]['rise']:.3f}" for k in shown)] for order in ORDERS]
         worse = [ours["k"] for ours, last in zip(curves["ours"], curves["last-k"], strict=True) if ours["loss"] > last["loss"]]
         better = sum(ours["loss"] < last["loss"] for ours, last in zip(curves["ours"], curves["last-k"], strict=True))
@@ -175,7 +169,7 @@ def selection_table(results: Results) -> str:
         )
         heading = f"Rise of the loss on {label}, original {found['original'][text]:.3f}; our choice is {verdict}.\n"
         parts.append(heading + "\n" + table(["order", *(f"k = {k}" for k in shown)], rows))
-    chosen = [entry for entry in found["chosen"] if entry["k"] % 5 == 0]
+    chosen = [entry for entry in found["chosen"] if entry["k"] % 5 == 0 or len(found["chosen"]) <= 8]
     rows = [[str(entry["k"]), ", ".join(map(str, entry["layers"])), entry["why"]] for entry in chosen]
     single = sorted(found["single"], key=lambda entry: entry["kl"])
     ends = [
@@ -244,16 +238,6 @@ def pilots_table(results: Results) -> str:
     return table(["pilot", "what", "tokens", "books", "WikiText-2", "speed"], rows)
 
 
-def spoken(results: Results) -> str:
-    parts = []
-    for name, completions in results.texts.items():
-        for completion in completions:
-            answer = " ".join(completion["text"].split())
-            question = completion["prompt"].rpartition("user\n")[2].split("<|im_end|>")[0]
-            parts.append(f"> **{name.replace('-', ' ')}**, {question} — {answer}\n")
-    return "\n".join(parts) or "Not generated yet.\n"
-
-
 def healing_chart(results: Results) -> Chart:
     series = []
     for colour, layers in enumerate(TARGETS):
@@ -277,25 +261,12 @@ def damage_chart(results: Results) -> Chart:
         for index, order in enumerate(ORDERS)
     ]
     return Chart(
-        "damage", f"Conversion before any retraining, {TEXTS[text]}", "converted layers", "loss (nats per token)", series
+        "damage",
+        f"{results.selection.get('model', 'SmolLM2')}, held-out text, before any retraining",
+        "converted layers",
+        "loss (nats per token)",
+        series,
     )
-
-
-def stories_table(results: Results) -> str:
-    if results.stories is None:
-        return "Not run.\n"
-    rows = [
-        [
-            run["name"],
-            run["wiring"],
-            f"{run['tokens'] / 1e6:.1f}M",
-            f"{run['before']['loss']:.4f}",
-            f"{run['after']['loss']:.4f}",
-            f"{run['closed']:.1f} %" if run["closed"] is not None else "",
-        ]
-        for run in results.stories["runs"]
-    ]
-    return table(["run", "wiring", "tokens", "zero-shot", "healed", "gap closed"], rows)
 
 
 def conditions(results: Results) -> str:
@@ -317,8 +288,6 @@ FIELDS: dict[str, Callable[[Results], str]] = {
     "tasks": tasks_table,
     "within one error": within_one_error,
     "pilots": pilots_table,
-    "spoken": spoken,
-    "stories15M": stories_table,
     "conditions": conditions,
 }
 
@@ -330,7 +299,7 @@ def render(folder: Path) -> dict[str, str]:
     for name, make in FIELDS.items():
         page = page.replace(f"<!-- {name} -->\n", make(results)).replace(f"<!-- {name} -->", make(results))
     made = {"adaptation.md": page, "adaptation-healing.svg": chart_svg(healing_chart(results))}
-    if results.selection is not None:
+    if results.selection is not None:  # its picture is named in the page
         made["adaptation-damage.svg"] = chart_svg(damage_chart(results))
     return made
 

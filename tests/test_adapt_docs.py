@@ -1,0 +1,104 @@
+"""docs/adaptation.md: its figures are those of the results, its commands run."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ladder_residual.adapt.report import FIELDS, Results, render
+from ladder_residual.adapt.rows import Encoder, build_rows
+from ladder_residual.corpus.tokens import read_tokenizer
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "results" / "adapt"
+
+
+def test_the_page_and_its_plots_are_what_the_results_say():
+    for name, content in render(RESULTS).items():
+        assert (ROOT / "docs" / name).read_text(encoding="utf-8") == content, f"run: {COMMAND}"
+
+
+COMMAND = "python -m ladder_residual.adapt.report results/adapt docs/adaptation.md"
+
+
+def test_nothing_of_the_page_stayed_empty():
+    text = (ROOT / "docs" / "adaptation.md").read_text(encoding="utf-8")
+    assert not re.findall(r"<!-- .* -->", text)
+    assert COMMAND in text
+    for link in re.findall(r"\]\(([^)]+)\)", text):
+        assert (ROOT / "docs" / link).exists(), link
+    assert set(FIELDS) >= set(re.findall(r"<!-- (.+?) -->", (RESULTS / "page.md").read_text(encoding="utf-8")))
+
+
+def test_a_gap_is_measured_on_the_same_rows():
+    results = Results(RESULTS)
+    for layers in (15, 20, 30):
+        run = results.target_run(layers)
+        original, before, after = results.losses(run, "wikitext2")
+        assert original < after < before
+        assert results.closed(run, "wikitext2") == pytest.approx(100 * (before - after) / (before - original))
+
+
+@pytest.mark.slow
+def test_the_commands_of_the_page_run_in_their_order(tmp_path):
+    text = (ROOT / "docs" / "adaptation.md").read_text(encoding="utf-8")
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    commands = [line for block in re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
+    assert len(commands) == 5
+    for command in commands:
+        program, *words = shlex.split(command)
+        assert program == "ladder"
+        done = subprocess.run(
+            [sys.executable, "-m", "ladder_residual", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
+    assert (tmp_path / "stories-ladder-healed" / "model.safetensors").exists()
+    assert (tmp_path / "stories-ladder-control" / "model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
+    """On the shipped model and a CPU: the same plan, a few hundred tokens instead of millions."""
+    encoder = Encoder(read_tokenizer(demo_dir), 512)
+    (tmp_path / "stories.txt").write_text((demo_dir / "stories.txt").read_text(encoding="utf-8"), encoding="utf-8")
+    ids = build_rows(str(tmp_path / "stories.txt"), encoder, 64, tmp_path / "made").ids.astype(np.uint16)
+    (tmp_path / "rows").mkdir()
+    for name, part in (("books", ids[:80]), ("books_heldout", ids[80:112]), ("wikitext2", ids[112:144]), ("gsm8k", ids[40:80])):
+        np.save(tmp_path / "rows" / f"{name}.npy", part)
+    words = ["heal", "--model", str(demo_dir), "--rows", str(tmp_path / "rows"), "--work", str(tmp_path / "work")]
+    words += [
+        "--out",
+        str(tmp_path / "out"),
+        "--device",
+        "cpu",
+        "--no-compile",
+        "--million",
+        "64",
+        "--batch",
+        "64",
+        "--length",
+        "64",
+    ]
+    done = subprocess.run(
+        [sys.executable, ROOT / "runs" / "adapt_smollm2.py", *words, "--seconds", "60"],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    document = json.loads((tmp_path / "out" / "heal.json").read_text(encoding="utf-8"))
+    assert [run["name"] for run in document["runs"]][:3] == ["distill 30", "distill 15", "distill 20"]
+    assert all(run["problem"] is None for run in document["runs"])
+    assert document["original"]["wikitext2"]["loss"] > 0
