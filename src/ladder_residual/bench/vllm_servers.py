@@ -54,6 +54,9 @@ def started(
     cores = _core_sets(tp)
     arguments = [str(directory), "--tensor-parallel-size", str(tp), "--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--max-model-len", str(max_len), "--max-num-seqs", "8", "--dtype", "float32", "--no-enable-log-requests"]
+    # Room for twice what can run at once: by default each rank of each server would take a gigabyte.
+    blocks = 2 * 8 * -(-max_len // 128)
+    arguments += ["--block-size", "128", "--num-gpu-blocks-override", str(blocks)]
     arguments += ["--enforce-eager"] if eager else []
     arguments += ["--hf-overrides", json.dumps(overrides)] if overrides else []
     arguments += more
