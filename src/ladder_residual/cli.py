@@ -239,7 +239,7 @@ def generate(
         )
         watch = Stopwatch()
         if file is not None:
-            with (LineWriter(out) if world.is_main else silent()) as sink, watch:
+            with LineWriter(out) if world.is_main else silent() as sink, watch:
                 for completion in complete_all(
                     model, tokenizer, prompts, sampling, world, batch_size=batch_size, chat=are_chats
                 ):

@@ -86,8 +86,8 @@ def sums_table(probes: Sequence[tuple[str, dict[str, Any]]]) -> str:
 
 def links_table(result: dict[str, Any]) -> list[str]:
     lines = [
-        "| link | round trip, ms | wire adds each way | measured, Mbit/s | wire | of one core |",
-        "|---|---|---|---|---|---|",
+        "| link | round trip, ms | wire adds each way | measured, Mbit/s | wire | of one core | load before |",
+        "|---|---|---|---|---|---|---|",
     ]
     for part in result["links"]:
         lines.append(
