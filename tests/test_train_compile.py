@@ -14,6 +14,7 @@ from ladder_residual.train.loss import chunked_cross_entropy, head_of
 from ranks import run_on_ranks
 from tiny_models import VOCAB, clone, random_ids, tiny_config, tiny_model
 
+pytestmark = pytest.mark.slow  # the compiler takes minutes on two cores
 INPUTS = dict(input_ids=random_ids(3, 9), labels=random_ids(3, 9), use_cache=False)
 WIRINGS = ["standard", "ladder", "ladder:last-half", "parallel", "desync-2x", "delayed-1"]
 
