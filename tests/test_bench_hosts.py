@@ -130,14 +130,15 @@ def test_hosts_measure_every_wiring_over_every_link_and_leave_nothing(demo_dir, 
 
 @pytest.mark.slow
 @needs_root
-def test_interrupting_removes_the_hosts(demo_dir):
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_interrupting_removes_the_hosts(demo_dir, how):
     before = namespaces()
     process = subprocess.Popen([*COMMAND, "--model", str(demo_dir)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 60
     while not namespaces() - before and time.monotonic() < deadline:
         time.sleep(0.1)
     time.sleep(3)
-    os.kill(process.pid, signal.SIGINT)
+    os.kill(process.pid, how)
     process.wait(60)
     assert namespaces() <= before
 

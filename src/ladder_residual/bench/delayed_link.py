@@ -20,6 +20,7 @@ import shutil
 import signal
 import struct
 import subprocess
+import threading
 import time
 from collections import deque
 from types import TracebackType
@@ -64,6 +65,7 @@ class DelayedLink:
         self.addresses = [f"10.211.{subnet}.{host + 1}" for host in range(hosts)]
         self.wire = ""  # what carries the packets: "netem", "veth" (no delay), or "forwarder"
         self._forwarder: Any = None
+        self._handles_sigterm = False
 
     def enter(self, host: int) -> list[str]:
         """The command prefix that runs a program on one host."""
@@ -91,6 +93,7 @@ class DelayedLink:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     def __enter__(self) -> DelayedLink:
+        self._end_on_sigterm()
         try:
             for name in self.namespaces:
                 _ip("netns", "add", name)
@@ -115,6 +118,16 @@ class DelayedLink:
             self._forwarder = None
         for name in self.namespaces:
             subprocess.run(["ip", "netns", "del", name], stderr=subprocess.DEVNULL, check=False)
+        if self._handles_sigterm:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._handles_sigterm = False
+
+    def _end_on_sigterm(self) -> None:
+        """Python dies of SIGTERM without unwinding, and namespaces outlive their maker: let it unwind, as it does after Ctrl-C."""
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, _unwind)
+            self._handles_sigterm = True
 
     def _kernel_has_netem(self) -> bool:
         if shutil.which("tc") is None:
@@ -157,6 +170,10 @@ class DelayedLink:
         self.wire = "forwarder"
 
 
+def _unwind(*_: object) -> None:
+    raise SystemExit(128 + signal.SIGTERM)
+
+
 def _ip(*arguments: str) -> None:
     done = subprocess.run(["ip", *arguments], capture_output=True, text=True, check=False)
     if done.returncode:
@@ -192,6 +209,7 @@ def _forward(devices: dict[bytes, int], seconds: float, rate: float | None) -> N
         nonlocal up
         up = True
 
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # not its maker's
     signal.signal(signal.SIGUSR1, cut)
     signal.signal(signal.SIGUSR2, mend)
     per_byte = 8 / rate if rate else 0.0
