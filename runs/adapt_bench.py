@@ -24,8 +24,7 @@ from ladder_residual.adapt.settings import Settings, Source
 from ladder_residual.model import EAGER, decoder_layers, rewire
 from ladder_residual.parallel import World
 
-ROWS = 16  # of a step: distillation's gradients have little noise, so many small steps are worth more than few large ones
-SOURCES = (Source("books", 0.4), Source("samples", 0.5), Source("gsm8k", 0.1))
+SOURCES = (Source("books", 0.3), Source("samples", 0.5), Source("reference", 0.1), Source("gsm8k", 0.1))
 HELDOUT = ("books_heldout", "wikitext2", "samples_heldout")
 MODEL = "SmolLM2-135M-Instruct (4-bit weights, dequantised)"
 START = time.monotonic()
@@ -35,8 +34,18 @@ class Bench:
     """One student and one teacher, compiled once and used by every run: weights and wiring are put back in between."""
 
     def __init__(
-        self, model: Path, rows: Path, work: Path, out: Path, world: World, name: str, compile: bool, graphs: bool
+        self,
+        model: Path,
+        rows: Path,
+        work: Path,
+        out: Path,
+        world: World,
+        name: str,
+        step_rows: int,
+        compile: bool,
+        graphs: bool,
     ) -> None:
+        self.step_rows = step_rows
         self.model, self.work, self.out, self.world = model, work, out, world
         work.mkdir(parents=True, exist_ok=True)
         out.mkdir(parents=True, exist_ok=True)
@@ -73,7 +82,7 @@ class Bench:
 
     def load(self) -> None:
         began = time.monotonic()
-        settings = self.settings("ladder", tokens=self.sequence * ROWS)
+        settings = self.settings("ladder", tokens=self.sequence * self.step_rows)
         self.models = load_models(settings, self.world)
         self.compute = decoder_layers(self.models.student)[0].compute
         self.original = {name: tensor.detach().clone() for name, tensor in self.models.student.state_dict().items()}
@@ -84,8 +93,8 @@ class Bench:
         if "original" in self.record:
             return
         rewire(self.models.student, "standard")
-        settings = self.settings("standard", tokens=ROWS * self.sequence)
-        rows = MixedRows([self.stores["books"]], [1.0], rows=ROWS)
+        settings = self.settings("standard", tokens=self.step_rows * self.sequence)
+        rows = MixedRows([self.stores["books"]], [1.0], rows=self.step_rows)
         trainer = build_trainer(settings, self.world, self.models, rows, self.work, self.log)
         self.record["original"] = {text: trainer.measure(self.stores[text], 256) for text in HELDOUT}
         detach(self.models.student)
@@ -98,7 +107,7 @@ class Bench:
             out=str(self.work / "unused"),
             data=SOURCES,
             sequence=self.sequence,
-            batch_tokens=ROWS * self.sequence,
+            batch_tokens=self.step_rows * self.sequence,
             compile=self.compile,
             graphs=self.graphs,
             evaluate_tokens=64 * self.sequence,

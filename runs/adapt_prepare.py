@@ -2,8 +2,8 @@
 
     python runs/adapt_prepare.py smollm2 TEXTS rows
 
-TEXTS holds classic_books_train.txt.xz, classic_books_valid.txt.xz, gsm8k_train.jsonl.xz and wikitext2_test.raw.xz. The last is
-measured on and never trained on; of the books seven whole ones are held out.
+TEXTS holds classic_books_train.txt.xz, classic_books_valid.txt.xz, gsm8k_train.jsonl.xz, wikitext2_test.raw.xz and reference.jsonl.xz
+(``runs/adapt_reference.py``). WikiText is measured on and never trained on; of the books seven whole ones are held out.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ TEXTS = {
     "books_heldout": "classic_books_valid.txt.xz",
     "wikitext2": "wikitext2_test.raw.xz",
     "gsm8k": "gsm8k_train.jsonl.xz",
+    "reference": "reference.jsonl.xz",
 }
 
 

@@ -5,9 +5,9 @@
     python runs/adapt_smollm2.py pilot --model smollm2 --rows rows --work work --out results/adapt
     python runs/adapt_smollm2.py heal  --model smollm2 --rows rows --work work --out results/adapt --seconds 560
 
-``pilot`` measures speed and tries learning rates; ``heal`` makes the runs of the document, most important first, until
-``--seconds`` are used up. Each result is on disk as soon as it is there. Texts: books, GSM8K questions with answers, and the model's
-own samples, drawn here first; WikiText-2 is measured on and never trained on.
+``pilot`` tries settings in short runs; ``heal`` makes the runs of the document, most important first, until
+``--seconds`` are used up. Each result is on disk as soon as it is there. Texts: books, reference works, GSM8K questions with answers, and
+the model's own samples, drawn here first; WikiText-2 is measured on and never trained on.
 """
 
 from __future__ import annotations
@@ -20,51 +20,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapt_bench import ROWS, START, Bench, Scoring, selection, speak
+from adapt_bench import START, Bench, Scoring, selection, speak
 
 from ladder_residual.parallel import distributed
 
 
-def pilot(bench: Bench, seconds: float, million: int, batch: int, length: int) -> None:
-    """Speed, memory, and learning rates, most informative first."""
-    bench.draw_samples(1, batch=batch, length=length)
-    bench.load()
-    bench.measure_original()
-    half, most = bench.last(1 / 2), bench.last(2 / 3)
-    bench.run("speed, last 15", half, tokens=3 * million // 2, learning_rate=1e-3, optimizer="muon", points=1)
-    muon = dict(optimizer="muon", tokens=2 * million, points=1, warmup=0.05)
-    hidden = dict(hidden_weight=1.0, hidden_share=0.8)
-    calm = dict(other_rate=0.2)
-    stages = dict(stages=bench.stages((0.4, 0.3, 0.2, 0.14, 0.07, 0.04)), stages_share=0.5)
-    probes = [
-        ("all, 5e-3, hidden", "ladder", muon | hidden | calm | dict(learning_rate=5e-3)),
-        ("all, 1e-2, hidden", "ladder", muon | hidden | calm | dict(learning_rate=1e-2)),
-        ("15, 1e-3, hidden", half, muon | hidden | calm | dict(learning_rate=1e-3)),
-        ("15, 3e-3, hidden", half, muon | hidden | calm | dict(learning_rate=3e-3)),
-        ("15, 1e-3", half, muon | calm | dict(learning_rate=1e-3)),
-        ("all, 5e-3, hidden 3", "ladder", muon | calm | dict(learning_rate=5e-3, hidden_weight=3.0, hidden_share=0.8)),
-        ("all, 5e-3, hidden, other 1", "ladder", muon | hidden | dict(learning_rate=5e-3)),
-        ("20, 3e-3, hidden", most, muon | hidden | calm | dict(learning_rate=3e-3)),
-        (
-            "all, 5e-3, hidden, 16 rows",
-            "ladder",
-            muon | hidden | calm | dict(learning_rate=5e-3, batch_tokens=bench.sequence * ROWS // 2),
-        ),
-        ("all, adamw 2e-3, hidden", "ladder", muon | hidden | dict(learning_rate=2e-3, optimizer="adamw")),
-        ("15, adamw 1e-3, hidden", half, muon | hidden | dict(learning_rate=1e-3, optimizer="adamw")),
-        ("all, 2e-2, hidden", "ladder", muon | hidden | calm | dict(learning_rate=2e-2)),
-        ("all, 5e-3, hidden, stages", "ladder", muon | hidden | calm | stages | dict(learning_rate=5e-3)),
-    ]
-    for name, wiring, changes in probes:
-        if time.monotonic() - START > seconds:
-            bench.log(f"no time for {name} and what follows")
-            break
-        bench.run(name, wiring, final_rows=64, **changes)
+def pilot(bench: Bench, million: int) -> None:
+    """Short runs: how much of the text's own loss, and how large a step. What was tried before is in results/adapt/pilot*.json."""
+    half = bench.last(1 / 2)
+    short = dict(tokens=2 * million, points=1, warmup=0.05, final_rows=64)
+    fewer = dict(batch_tokens=bench.sequence * bench.step_rows // 2)
+    for name, wiring, changes in (
+        ("15, distillation alone", half, HALF | dict(data_weight=0.0)),
+        ("15, data weight 0.3", half, HALF | dict(data_weight=0.3)),
+        ("15, data weight 1", half, HALF | dict(data_weight=1.0)),
+        ("15, data weight 0.3, half a step", half, HALF | dict(data_weight=0.3) | fewer),
+        ("all, data weight 0.3, half a step", "ladder", ALL | dict(data_weight=0.3) | fewer),
+    ):
+        bench.run(name, wiring, **short | changes)
 
 
 # Learning rates and optimizer as the pilots found them (results/adapt/pilot*.json).
 # The teacher comes from 4-bit weights: a part of the text's own loss lets the student be better than it.
-MUON = dict(optimizer="muon", other_rate=0.2, hidden_weight=1.0, hidden_share=0.5, data_weight=0.3)
+MUON = dict(optimizer="muon", other_rate=0.2, hidden_weight=1.0, hidden_share=0.5)
 HALF = MUON | dict(learning_rate=1e-3)
 MOST = MUON | dict(learning_rate=2e-3)
 ALL = MUON | dict(learning_rate=4e-3, warmup=0.03)
@@ -72,18 +50,15 @@ SFT = dict(method="sft", learning_rate=3e-4)
 EQUAL = 4  # million tokens of the runs that compare methods
 
 
-def heal(bench: Bench, seconds: float, million: int, batch: int, length: int, requests: Path | None) -> None:
-    """The runs of the document, most important first."""
+def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path | None) -> None:
+    """The runs of the document, most important first; ``own`` is the weight of the text's own loss in distillation."""
     half, most = bench.last(1 / 2), bench.last(2 / 3)
-    bench.draw_samples(4 * million, batch=batch, length=length)
-    bench.load()
-    bench.measure_original()
     stages = bench.stages((1 / 2, 0.4, 0.3, 0.2, 0.13, 0.07, 0.04))
     equal = dict(tokens=EQUAL * million, points=4)
     plan: list[tuple[str, str, dict[str, Any]]] = [
-        ("distill 30", "ladder", ALL | dict(tokens=22 * million, points=10, keep=True)),
-        ("distill 15", half, HALF | dict(tokens=20 * million, points=10, keep=True)),
-        ("distill 20", most, MOST | dict(tokens=12 * million, points=8, keep=True)),
+        ("distill 15", half, HALF | dict(tokens=48 * million, points=12, keep=True)),
+        ("distill 30", "ladder", ALL | dict(tokens=48 * million, points=12, keep=True)),
+        ("distill 20", most, MOST | dict(tokens=44 * million, points=12, keep=True)),
         (f"sft 15, {EQUAL}M", half, SFT | equal | dict(keep=True)),
         (f"control sft, {EQUAL}M", "standard", SFT | equal | dict(keep=True)),
         (f"distill 15, {EQUAL}M", half, HALF | equal | dict(keep=True)),
@@ -121,6 +96,7 @@ def heal(bench: Bench, seconds: float, million: int, batch: int, length: int, re
         if time.monotonic() - START + needed > seconds:
             bench.log(f"no time for {name} ({needed:.0f} s)")
             continue
+        changes.setdefault("data_weight", 0.0 if changes.get("method") == "sft" else own)
         result = bench.run(name, wiring, **changes)
         rate = min(result["tokens_per_second"] * 0.95, 230_000.0) or rate
         if "weights" in result:
@@ -146,6 +122,11 @@ def main() -> None:
     parser.add_argument("--no-compile", action="store_true")
     parser.add_argument("--no-graphs", action="store_true")
     parser.add_argument("--million", type=int, default=1_000_000, help="less than a million, to try the script itself")
+    parser.add_argument("--rows-per-step", type=int, default=32, help="rows of 1,024 tokens")
+    parser.add_argument(
+        "--data-weight", type=float, default=0.3, help="of the text's own loss, beside the distance to the teacher"
+    )
+    parser.add_argument("--own-samples", type=float, default=6.5, help="million tokens the model writes for itself first")
     parser.add_argument("--batch", type=int, default=2048, help="samples drawn side by side")
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
     arguments = parser.parse_args()
@@ -158,13 +139,17 @@ def main() -> None:
             arguments.out,
             world,
             arguments.part,
+            arguments.rows_per_step,
             not arguments.no_compile,
             not arguments.no_graphs,
         )
+        bench.draw_samples(round(arguments.own_samples * arguments.million), batch=arguments.batch, length=arguments.length)
+        bench.load()
+        bench.measure_original()
         if arguments.part == "pilot":
-            pilot(bench, arguments.seconds, arguments.million, arguments.batch, arguments.length)
+            pilot(bench, arguments.million)
         else:
-            heal(bench, arguments.seconds, arguments.million, arguments.batch, arguments.length, arguments.requests)
+            heal(bench, arguments.seconds, arguments.million, arguments.data_weight, arguments.requests)
         bench.log("done")
 
 
