@@ -58,11 +58,16 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
     plan: list[tuple[str, str, dict[str, Any]]] = [
         ("distill 15", half, HALF | dict(tokens=48 * million, points=12, keep=True)),
         ("distill 30", "ladder", ALL | dict(tokens=48 * million, points=12, keep=True)),
-        ("distill 20", most, MOST | dict(tokens=44 * million, points=12, keep=True)),
+        ("distill 20", most, MOST | dict(data_weight=1.0, tokens=40 * million, points=12, keep=True)),
         (f"sft 15, {EQUAL}M", half, SFT | equal | dict(keep=True)),
         (f"control sft, {EQUAL}M", "standard", SFT | equal | dict(keep=True)),
         (f"distill 15, {EQUAL}M", half, HALF | equal | dict(keep=True)),
         ("selection", "", {}),
+        (
+            "distill 15, more of the data's loss",
+            half,
+            HALF | dict(data_weight=1.0, learning_rate=8e-4, tokens=26 * million, points=8, keep=True),
+        ),
         (f"distill 30, {EQUAL}M", "ladder", ALL | equal),
         (f"progressive 30, {EQUAL}M", "ladder", ALL | equal | dict(stages=stages, stages_share=0.5)),
         (f"sft 30, {EQUAL}M", "ladder", SFT | dict(learning_rate=1e-3) | equal),
@@ -81,7 +86,7 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
             if "selection" not in bench.record and time.monotonic() - START + 35 < seconds:
                 bench.record["selection"] = selection(bench)
                 bench.write()
-            for share, zero in (("15", half), ("20", most), ("30", "ladder")):
+            for share, zero in ():
                 if time.monotonic() - START + 10 < seconds:
                     scored.model(f"zero-shot {share}", bench.model, zero)
             continue

@@ -101,9 +101,8 @@ def main() -> None:
     name = Path(options.checkpoint).name
     result = {"benchmark": "generate", "emulated": False, "model": name, "tp": 1, "batch": len(PROMPTS), "rows": rows}
     result["notes"] = [
-        "Greedy, prompts of unequal length. Where the two differ, a float32 copy of the model judged each token: see",
-        "`*_float32_agrees` (share of its tokens that float32 would choose too, each after the same words) and `*_largest_regret`",
-        "(by how much, in logits, its worst choice lies below float32's best) in the JSON.",
+        "Greedy, prompts of unequal length. Where the two differ, a float32 copy of the model judged each token after the same words: the",
+        "share of its tokens that float32 would choose too, and by how much (in logits) the engine's worst choice lies below its best.",
     ]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"generate-{name}.json").write_text(json.dumps({**result, **environment()}, indent=1) + "\n")

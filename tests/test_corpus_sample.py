@@ -272,14 +272,18 @@ def test_an_interrupt_keeps_finished_batches(demo_dir, tmp_path):
     command = [sys.executable, "-m", "ladder_residual", "data", "sample", demo_dir, out, "--tokens", "100000000"]
     process = subprocess.Popen(
         [*map(str, command), "--batch", "8", "--length", "16"],
-        stderr=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of a shell's background inherits it ignored
     )
-    deadline = time.monotonic() + 120
-    while (not out.exists() or out.stat().st_size == 0) and time.monotonic() < deadline and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=60) == 130
+    try:
+        deadline = time.monotonic() + 120
+        while (not out.exists() or out.stat().st_size == 0) and time.monotonic() < deadline and process.poll() is None:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
     lines = out.read_text(encoding="utf-8").splitlines()
     assert lines
     assert len(lines) % 8 == 0

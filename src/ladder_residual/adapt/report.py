@@ -18,14 +18,16 @@ from ..plan.charts import Chart, Series, chart_svg
 TEXTS = {"books_heldout": "books", "wikitext2": "WikiText-2", "samples_heldout": "own samples"}
 # Converted layers: the run, and how much of the gap was to be closed on held-out books and on WikiText-2.
 TARGETS = {15: ("distill 15", 99, 95), 20: ("distill 20", 98, 95), 30: ("distill 30", 97, 90)}
+EARLIER = "heal-first.json"  # the same runs with an earlier recipe
 ORDERS = {"ours": "our choice", "last-k": "last k", "first-k": "first k", "every-other": "every other"}
 
 
 class Results:
     """All runs by name, the original's losses, the selection, the tasks."""
 
-    def __init__(self, folder: Path) -> None:
-        self.document = json.loads((folder / "heal.json").read_text(encoding="utf-8"))
+    def __init__(self, folder: Path, file: str = "heal.json") -> None:
+        self.document = json.loads((folder / file).read_text(encoding="utf-8"))
+        self.earlier = Results(folder, EARLIER) if file != EARLIER and (folder / EARLIER).exists() else None
         self.runs: dict[str, Any] = {run["name"]: run for run in self.document["runs"] if not run["problem"]}
         self.original = {text: values["loss"] for text, values in self.document["original"].items()}
         self.selection = self.document.get("selection") or _optional(folder / "selection.json")
@@ -51,14 +53,8 @@ class Results:
         original, before, after = self.losses(run, text)
         return 100 * (before - after) / (before - original)
 
-    def best_of_pilots(self, wiring: str) -> dict[str, Any] | None:
-        runs = [run for pilot in self.pilots for run in pilot["runs"] if run["wiring"] == wiring and not run["problem"]]
-        return min(runs, key=lambda run: run["after"]["wikitext2"]["loss"], default=None)
-
     def target_run(self, layers: int) -> dict[str, Any] | None:
-        """The long run, or the best short one where there was no long one."""
-        run = self.runs.get(TARGETS[layers][0])
-        return self.best_of_pilots("ladder") if run is None and layers == max(TARGETS) else run
+        return self.runs.get(TARGETS[layers][0])
 
 
 def _optional(path: Path) -> Any:
@@ -73,20 +69,25 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def targets(results: Results) -> str:
     rows = []
     for layers, (_, books, wikitext) in TARGETS.items():
-        if (run := results.target_run(layers)) is None:
-            rows.append([f"{layers}", "not run", *[""] * 6])
-            continue
-        row = [f"{layers} of {max(TARGETS)}", f"{run['tokens'] / 1e6:.1f}M"]
-        for text, target in (("books_heldout", books), ("wikitext2", wikitext)):
-            closed = results.closed(run, text)
-            verdict = "reached" if closed >= target else f"missed by {target - closed:.1f}"
-            row += [
-                " / ".join(f"{loss:.3f}" for loss in results.losses(run, text)),
-                f"{closed:.1f} %",
-                f"{target} %: {verdict}",
-            ]
-        rows.append(row)
-    header = ["converted layers", "tokens", "books: original / zero-shot / healed", "closed", "target"]
+        for made in (results, results.earlier):
+            if made is None or (run := made.target_run(layers)) is None:
+                continue
+            weight = run["settings"].get("data_weight", 0.0)
+            row = [f"{layers} of {max(TARGETS)}", f"{run['tokens'] / 1e6:.1f}M", f"{weight:g}"]
+            for text, target in (("books_heldout", books), ("wikitext2", wikitext)):
+                closed = made.closed(run, text)
+                verdict = "reached" if closed >= target else f"missed by {target - closed:.1f}"
+                losses = " / ".join(f"{loss:.3f}" for loss in made.losses(run, text))
+                row += [losses, f"{closed:.1f} %", f"{target} %: {verdict}"]
+            rows.append(row)
+    header = [
+        "converted layers",
+        "tokens",
+        "weight of the text's own loss",
+        "books: original / zero-shot / healed",
+        "closed",
+        "target",
+    ]
     return table([*header, "WikiText-2: original / zero-shot / healed", "closed", "target"], rows)
 
 
@@ -111,39 +112,22 @@ def along_the_way(results: Results) -> str:
 
 
 def methods(results: Results) -> str:
-    """Next-token training beside its control, and distillation at the nearest number of tokens."""
+    """The runs with equally many tokens; next-token training also against its control."""
     control = results.control
     if control is None:
         return "Not run.\n"
     texts = ("books_heldout", "wikitext2", "samples_heldout")
-
-    def row(name: str, wiring: str, tokens: float, found: dict[str, Any], compared: bool) -> list[str]:
-        cells = [f"{found[text]['loss']:.3f} ({found[text]['loss'] - results.original_along(text):+.3f})" for text in texts]
-        last = control["curve"][-1]["texts"]
-        gaps = [f"{found[text]['loss'] - last[text]['loss']:+.3f}" for text in texts[:2]] if compared else []
-        return [name, wiring, f"{tokens / 1e6:.1f}M", *cells, " / ".join(gaps)]
-
-    original = {text: {"loss": results.original_along(text)} for text in texts}
-    rows = [row("original", "standard", 0, original, False)]
+    rows = []
     for name, run in results.runs.items():
-        if name in {entry[0] for entry in TARGETS.values()}:
-            points = [point for point in run["curve"] if point["tokens"] <= control["tokens"]]
-            if run["wiring"].startswith("ladder") and len(points) > 1:
-                note = f"{name}, on its way" if points[-1] is not run["curve"][-1] else name
-                rows.append(row(note, run["wiring"], points[-1]["tokens"], points[-1]["texts"], False))
-        else:
-            last = run["curve"][-1]
-            rows.append(
-                row(
-                    name,
-                    run["wiring"],
-                    last["tokens"],
-                    last["texts"],
-                    run is not control and run["settings"]["method"] == "sft",
-                )
-            )
-    header = ["run", "wiring", "tokens", *(f"{TEXTS[text]} (to the original)" for text in texts)]
-    return table([*header, "to the control: books / WikiText-2"], rows)
+        if run["tokens"] != control["tokens"]:
+            continue
+        found = {text: run["after"][text]["loss"] for text in texts}
+        cells = [f"{found[text]:.3f} ({found[text] - results.original[text]:+.3f})" for text in texts]
+        trained = run is not control and run["settings"]["method"] == "sft"
+        gaps = [f"{found[text] - control['after'][text]['loss']:+.3f}" for text in texts[:2]] if trained else []
+        rows.append([name, run["wiring"], *cells, " / ".join(gaps)])
+    header = ["run", "wiring", *(f"{TEXTS[text]} (to the original)" for text in texts)]
+    return table([*header, "to the control: books / WikiText-2"], sorted(rows, key=lambda row: row[1], reverse=True))
 
 
 def selection_table(results: Results) -> str:

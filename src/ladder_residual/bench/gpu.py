@@ -45,10 +45,13 @@ class Shard:
         made = random_weights(self.spec, tp, 0, DTYPE, "cuda")
         self.weights: RankWeights = stack_weights(self.spec, self.sizes, made, release=True)
 
-    def engine(self, wiring: str, link: Link, *, batch: int, max_context: int, schedule: str = "auto") -> DecodeEngine:
+    def engine(
+        self, wiring: str, link: Link, *, batch: int, max_context: int, schedule: str = "auto", pdl: int = 1
+    ) -> DecodeEngine:
         return DecodeEngine(
             self.spec, Wiring.parse(wiring, self.spec.shape.num_layers), self.weights, tp=self.tp,
             reducer="emulated" if self.tp > 1 else "none", link=link, batch=batch, max_context=max_context, schedule=schedule,
+            pdl=pdl,
         )  # fmt: skip
 
     def bytes_per_step(self, batch: int, context: int) -> int:

@@ -130,6 +130,8 @@ def _section(result: dict[str, Any]) -> list[str]:
 _COLUMNS: dict[str, dict[str, str]] = {
     "generate": {
         "wiring": "wiring", "tokens": "tokens", "equal_tokens": "equal to transformers' own forward",
+        "torch_float32_agrees": "transformers: float32 agrees", "cuda_float32_agrees": "engine: float32 agrees",
+        "cuda_largest_regret": "engine: largest regret",
         "torch_ms_per_step": "transformers ms/step", "engine_ms_per_step": "engine ms/step",
     },
     "decode": {
