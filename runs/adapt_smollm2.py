@@ -55,46 +55,39 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
     half, most = bench.last(1 / 2), bench.last(2 / 3)
     stages = bench.stages((1 / 2, 0.4, 0.3, 0.2, 0.13, 0.07, 0.04))
     equal = dict(tokens=EQUAL * million, points=4)
+    long = dict(points=12, keep=True)
     plan: list[tuple[str, str, dict[str, Any]]] = [
-        ("distill 15", half, HALF | dict(tokens=48 * million, points=12, keep=True)),
-        ("distill 30", "ladder", ALL | dict(tokens=48 * million, points=12, keep=True)),
-        ("distill 20", most, MOST | dict(data_weight=1.0, tokens=40 * million, points=12, keep=True)),
+        ("distill 15 chosen", "chosen half", HALF | long | dict(tokens=48 * million)),
+        ("distill 20 chosen", "chosen most", HALF | long | dict(tokens=48 * million)),
+        ("distill 15", half, HALF | long | dict(tokens=48 * million)),
+        ("distill 30", "ladder", ALL | long | dict(tokens=48 * million)),
+        ("distill 20", most, MOST | long | dict(tokens=40 * million)),
         (f"sft 15, {EQUAL}M", half, SFT | equal | dict(keep=True)),
         (f"control sft, {EQUAL}M", "standard", SFT | equal | dict(keep=True)),
         (f"distill 15, {EQUAL}M", half, HALF | equal | dict(keep=True)),
-        ("selection", "", {}),
-        (
-            "distill 15, more of the data's loss",
-            half,
-            HALF | dict(data_weight=1.0, learning_rate=8e-4, tokens=26 * million, points=8, keep=True),
-        ),
+        (f"lora 15, {EQUAL}M", half, dict(method="lora", learning_rate=1e-3, eager=True) | equal),
+        (f"distill 15 chosen, {EQUAL}M", "chosen half", HALF | equal),
+        (f"distill 15 chosen, {EQUAL}M, seed 1", "chosen half", HALF | equal | dict(seed=1)),
+        (f"distill 15 chosen, {EQUAL}M, seed 2", "chosen half", HALF | equal | dict(seed=2)),
         (f"distill 30, {EQUAL}M", "ladder", ALL | equal),
         (f"progressive 30, {EQUAL}M", "ladder", ALL | equal | dict(stages=stages, stages_share=0.5)),
         (f"sft 30, {EQUAL}M", "ladder", SFT | dict(learning_rate=1e-3) | equal),
         (f"distill 30 without hidden states, {EQUAL}M", "ladder", ALL | dict(hidden_weight=0.0) | equal),
         (f"distill 15 adamw, {EQUAL}M", half, dict(learning_rate=6e-4) | equal),
-        (f"distill 15 chosen, {EQUAL}M", "chosen", HALF | equal),
-        (f"distill 15, {EQUAL}M, seed 1", half, HALF | equal | dict(seed=1)),
-        (f"distill 15, {EQUAL}M, seed 2", half, HALF | equal | dict(seed=2)),
-        (f"lora 15, {EQUAL}M", half, dict(method="lora", learning_rate=1e-3, eager=True) | equal),
     ]
     scored = Scoring(bench, requests)
     scored.model("original", bench.model, "standard")
+    if "selection" not in bench.record:
+        bench.record["selection"] = selection(bench)
+        bench.write()
+    ours = {entry["k"]: "ladder:" + ",".join(map(str, entry["layers"])) for entry in bench.record["selection"]["chosen"]}
+    chosen = {"chosen half": ours[round(bench.layers / 2)], "chosen most": ours[round(bench.layers * 2 / 3)]}
+    zero_shot = {"15": half, "20": most, "30": "ladder", "15 chosen": chosen["chosen half"], "20 chosen": chosen["chosen most"]}
+    for name, wiring in zero_shot.items():
+        scored.model(f"zero-shot {name}", bench.model, wiring)
     rate = 190_000.0
     for name, wiring, changes in plan:
-        if name == "selection":
-            if "selection" not in bench.record and time.monotonic() - START + 35 < seconds:
-                bench.record["selection"] = selection(bench)
-                bench.write()
-            for share, zero in ():
-                if time.monotonic() - START + 10 < seconds:
-                    scored.model(f"zero-shot {share}", bench.model, zero)
-            continue
-        if wiring == "chosen":
-            if "selection" not in bench.record:
-                continue
-            layers = bench.record["selection"]["chosen"][bench.layers // 2 - 1]["layers"]
-            wiring = "ladder:" + ",".join(map(str, layers))
+        wiring = chosen.get(wiring, wiring)
         if bench.done(name):
             continue
         needed = changes["tokens"] / (rate / 2 if changes.get("eager") else rate) + 12
@@ -106,7 +99,7 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         rate = min(result["tokens_per_second"] * 0.95, 230_000.0) or rate
         if "weights" in result:
             scored.model(name, Path(result["weights"]), None)
-            if name in ("distill 15", "distill 30"):
+            if result["tokens"] > EQUAL * million:
                 speak(bench, name, Path(result["weights"]))
     bench.write()
     for process in bench.talking:

@@ -1,6 +1,6 @@
 """Task accuracies of the healed models from the scores that ``runs/adapt_smollm2.py`` brought back.
 
-    python runs/adapt_tasks.py results/adapt/scores.json.gz smollm2 TEXTS results/adapt/tasks.json --perplexity wikitext2_test.raw
+    python runs/adapt_tasks.py WORK/scores.json.gz smollm2 TEXTS results/adapt/tasks.json --perplexity wikitext2_test.raw
 
 TEXTS are folders with the task files, separated by commas (``ladder eval --local``). Tasks are loaded once; no model runs here.
 """

@@ -124,7 +124,9 @@ def test_layers_are_switched_over_in_stages(ground):
     result = adapt(settings(ground, "stages", stages=("ladder:3-4", "ladder:1-4"), stages_share=0.5), World(), told.append)
     stages = [line.split()[1] for line in told if line.startswith("stage ")]
     assert stages == ["ladder:3-4", "ladder:1-4", "ladder"]
-    assert json.loads((result.output / "config.json").read_text(encoding="utf-8"))["wiring"] == "ladder"
+    config = json.loads((result.output / "config.json").read_text(encoding="utf-8"))
+    assert config["wiring"] == "ladder"
+    assert config["use_cache"] is True  # the Trainer switches it off while it trains; whoever generates wants it
     short = run(ground, "short", tokens=512, stages=("ladder:3-4", "ladder:1-4"))
     assert json.loads((short.output / "config.json").read_text(encoding="utf-8"))["wiring"] == "ladder"
     with pytest.raises(ValueError, match="no step for the last stage"):

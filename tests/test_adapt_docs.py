@@ -74,22 +74,14 @@ def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
     (tmp_path / "stories.txt").write_text((demo_dir / "stories.txt").read_text(encoding="utf-8"), encoding="utf-8")
     ids = build_rows(str(tmp_path / "stories.txt"), encoder, 64, tmp_path / "made").ids.astype(np.uint16)
     (tmp_path / "rows").mkdir()
-    for name, part in (("books", ids[:80]), ("books_heldout", ids[80:112]), ("wikitext2", ids[112:144]), ("gsm8k", ids[40:80])):
+    for name, part in (("books", ids[:80]), ("books_heldout", ids[80:112]), ("wikitext2", ids[112:144])):
+        np.save(tmp_path / "rows" / f"{name}.npy", part)
+    for name, part in (("gsm8k", ids[40:80]), ("reference", ids[20:60])):
         np.save(tmp_path / "rows" / f"{name}.npy", part)
     words = ["heal", "--model", str(demo_dir), "--rows", str(tmp_path / "rows"), "--work", str(tmp_path / "work")]
-    words += [
-        "--out",
-        str(tmp_path / "out"),
-        "--device",
-        "cpu",
-        "--no-compile",
-        "--million",
-        "64",
-        "--batch",
-        "64",
-        "--length",
-        "64",
-    ]
+    words += (
+        f"--device cpu --no-compile --million 64 --batch 64 --length 64 --rows-per-step 16 --out {tmp_path / 'out'}".split()
+    )
     done = subprocess.run(
         [sys.executable, ROOT / "runs" / "adapt_smollm2.py", *words, "--seconds", "60"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -99,6 +91,6 @@ def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads((tmp_path / "out" / "heal.json").read_text(encoding="utf-8"))
-    assert [run["name"] for run in document["runs"]][:3] == ["distill 30", "distill 15", "distill 20"]
+    assert [run["name"] for run in document["runs"]][:3] == ["distill 15 chosen", "distill 20 chosen", "distill 15"]
     assert all(run["problem"] is None for run in document["runs"])
     assert document["original"]["wikitext2"]["loss"] > 0

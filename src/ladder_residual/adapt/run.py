@@ -248,6 +248,7 @@ def save_result(trainer: AdaptTrainer, settings: Settings, output: Path, world: 
             weights = {name: tensor.to(stored) for name, tensor in weights.items()}
             student.save_pretrained(scratch, state_dict=weights)
             config = read_json(scratch / "config.json")
+            config["use_cache"] = read_json(source / "config.json").get("use_cache", True)  # the Trainer switched it off
             written = rewired_config(config, family_of(config), wiring_of(student.config))
             (scratch / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
             for path in source.iterdir():  # tokenizer, chat template, notices
