@@ -21,6 +21,7 @@ from ladder_residual.adapt.objective import detach
 from ladder_residual.adapt.rows import LEARN, MixedRows, RowStore
 from ladder_residual.adapt.run import Curve, save_result
 from ladder_residual.adapt.settings import Settings, Source
+from ladder_residual.bench.environment import environment
 from ladder_residual.model import EAGER, decoder_layers, rewire
 from ladder_residual.parallel import World
 
@@ -272,15 +273,7 @@ def sample_rows(
 
 
 def conditions(world: World) -> dict[str, Any]:
-    import transformers
-
-    device = torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu"
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "device": device,
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
+    return {"device": torch.cuda.get_device_name() if world.device.type == "cuda" else "cpu", **environment()}
 
 
 def selection(bench: Bench) -> dict[str, Any]:

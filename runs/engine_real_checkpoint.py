@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import ladder_residual  # noqa: F401
-from ladder_residual.bench.gpu_report import environment
+from ladder_residual.bench.environment import environment
 from ladder_residual.engine.backend import engine_model
 from ladder_residual.loading import load_model
 from ladder_residual.parallel import World

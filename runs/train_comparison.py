@@ -109,7 +109,7 @@ def collect(names, options, directory, states, began):
             )
         )
     recipe = recipe_of(names[0], options, directory)
-    from ladder_residual.bench.overlap import environment
+    from ladder_residual.bench.environment import environment
 
     result = dict(
         benchmark="train-comparison",

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from ladder_residual.bench.overlap import environment
+from ladder_residual.bench.environment import environment
 from ladder_residual.config import Wiring
 from ladder_residual.hf_config import wiring_of
 from ladder_residual.model import place_layers

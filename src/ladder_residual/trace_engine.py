@@ -83,8 +83,8 @@ def record_engine(
     """Record one step of every wiring at batch 1; writes ``trace.json`` and ``timeline.svg``."""
     import torch
 
+    from .bench.environment import environment
     from .bench.gpu import Shard
-    from .bench.gpu_report import environment
     from .engine.emulate import parse_link
 
     if not torch.cuda.is_available():

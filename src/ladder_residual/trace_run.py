@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
-from .bench.overlap import _Decoder, _sync, environment, random_model
+from .bench.environment import environment
+from .bench.overlap import _Decoder, _sync, random_model
 from .loading import DTYPES, load_model
 from .model import decoder_layers
 from .parallel import World

@@ -187,8 +187,9 @@ def tasks_table(results: Results) -> str:
             if "difference" in score:
                 text += f" ({100 * score['difference']:+.1f})"
             cells.append(text)
-        rows.append([model, *cells])
-    return table(["model", *names], rows)
+        perplexity = results.tasks.get("perplexity", {}).get(model)
+        rows.append([model, *cells, f"{perplexity['ppl']:.4g}" if perplexity else ""])
+    return table(["model", *names, "WikiText-2 perplexity, stride 512"], rows)
 
 
 def within_one_error(results: Results) -> str:

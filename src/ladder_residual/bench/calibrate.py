@@ -78,7 +78,7 @@ def calibrate(
     from ..loading import DTYPES
     from ..plan.calibration import device_toml, link_toml
     from .calibrate_measure import measure_link, measure_rates, measure_step, step_model, step_shape
-    from .overlap import environment
+    from .environment import environment
 
     check_name(name)
     if dtype == "auto":

@@ -20,7 +20,8 @@ from ..engine.roofline import read_bandwidth
 from ..engine.spec import EngineSpec, RankSizes
 from ..engine.weights import RankWeights, random_weights, stack_weights
 from ..presets import ModelShape
-from .gpu_report import environment, spread
+from .environment import environment
+from .gpu_report import spread
 
 DTYPE = torch.bfloat16
 

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from .environment import environment
 from .gpu import DTYPE, Shard, read_bandwidth, time_steps
-from .gpu_report import environment, spread
+from .gpu_report import spread
 
 
 def bench_peers(

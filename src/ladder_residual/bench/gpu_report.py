@@ -1,40 +1,15 @@
-"""What a published number carries with it, and ``docs/benchmarks.md`` made from the committed results.
+"""``docs/benchmarks.md`` made from the committed results.
 
 python -m ladder_residual.bench.gpu_report results/engine docs/benchmarks.md
 """
 
 from __future__ import annotations
 
-import datetime
 import json
-import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-
-
-def environment() -> dict[str, Any]:
-    """Hardware, versions, commit and date of a run."""
-    import torch
-
-    found: dict[str, Any] = {"date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"), "torch": torch.__version__}
-    try:
-        import triton
-
-        found["triton"] = triton.__version__
-    except ImportError:
-        found["triton"] = None
-    if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-        found["cuda"] = torch.version.cuda
-    try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
-        found["commit"] = commit.stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        found["commit"] = os.environ.get("LADDER_COMMIT")  # for machines that get the files without the repository
-    return found
 
 
 def spread(times: Sequence[float]) -> dict[str, Any]:

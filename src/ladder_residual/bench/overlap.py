@@ -7,11 +7,7 @@ sum; nothing that sends the same messages can be faster than the larger one.
 
 from __future__ import annotations
 
-import datetime
-import os
-import platform
 import statistics
-import subprocess
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -29,6 +25,7 @@ from ..parallel import World
 from ..presets import ModelShape
 from ..reduce import Reducer
 from ..sharding import Cut, check_divides
+from .environment import environment
 
 COMPUTE = "no-comm"  # the wiring whose time is the compute bound
 
@@ -286,41 +283,6 @@ def markdown_table(result: dict[str, Any]) -> str:
         f"communication {result['communication_ms']:.1f} ms a step."
     )
     return "\n".join(lines) + "\n"
-
-
-def _processor() -> str:
-    try:
-        names = [
-            line.split(":", 1)[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in line
-        ]
-    except OSError:
-        names = []
-    return names[0] if names else platform.machine()
-
-
-def _commit() -> str | None:
-    """The commit of the source tree this package runs from, if it runs from one."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def environment() -> dict[str, Any]:
-    """What a published number needs beside it."""
-    import transformers
-
-    from .. import __version__
-
-    return {
-        "commit": _commit(),
-        "date": datetime.date.today().isoformat(),
-        "machine": f"{_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} thread(s) per rank",
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "ladder_residual": __version__,
-    }
 
 
 def model_of(

@@ -34,7 +34,7 @@ def soak(
     on_ranks(tp)
     from ..demo import demo_directory
     from ..parallel import distributed
-    from .overlap import environment
+    from .environment import environment
 
     with distributed("cpu") as world:
         result = run_soak(world, model or str(demo_directory()), requests, seed) | environment()

@@ -25,7 +25,8 @@ from ..presets import ModelShape
 from ..reduce import GroupReducer, Reducer, Sum
 from ..train.compiling import compile_blocks
 from ..train.loss import chunked_cross_entropy, head_of
-from .overlap import COMPUTE, _agree, _summary, _sync, environment, random_model
+from .environment import environment
+from .overlap import COMPUTE, _agree, _summary, _sync, random_model
 
 PROGRAMS = 24  # of the copy that stands for an all-reduce: about as many multiprocessors as NCCL takes for large messages
 

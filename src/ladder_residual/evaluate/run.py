@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..bench.environment import environment
 from ..checkpoint import read_json, resolve
 from ..generate import load_tokenizer
 from ..hf_config import wiring_of
 from ..loading import load_model
 from ..parallel import World
 from .local import read_text
-from .provenance import provenance
 from .requests import Request, Requests, Score, Scores
 from .results import Result, compare, compare_perplexity, harness_rows, load
 from .score import perplexity_of, score, windows_of
@@ -64,7 +64,7 @@ class Session:
                 return score(model, requests, self.plan.batch_tokens, bar.update)
 
         about = {"model": source, "wiring": wiring_of(model.config).spec, "dtype": str(model.dtype).removeprefix("torch.")}
-        return self._result(tokenizer, model.config, scorer, tasks, about | {"tp": self.world.size} | provenance(), model)
+        return self._result(tokenizer, model.config, scorer, tasks, about | {"tp": self.world.size} | environment(), model)
 
     def requests(self, source: str, tasks: Any) -> Requests:
         """What would be asked of the model at ``source``; only its tokenizer and config are read."""

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..bench.environment import environment
 from ..hf_config import wiring_of
-from .provenance import provenance
 from .requests import Request, Requests, Score, Scores
 
 BATCH_TOKENS = {"cuda": 65536, "cpu": 4096}  # a batch of a small model's tokens that keeps the device busy
@@ -200,7 +200,7 @@ def score_all(model: Any, requests: Requests, batch_tokens: int | None = None, p
         found |= Scores.of(group, score(model, group, batch_tokens, progress)).by_key
     took = {"seconds": round(time.perf_counter() - started, 3), "requests": len(requests)}
     kind = {"wiring": wiring_of(model.config).spec, "dtype": str(model.dtype).removeprefix("torch.")}
-    return Scores(found, {**kind, **took, **provenance()})
+    return Scores(found, {**kind, **took, **environment()})
 
 
 def main() -> None:
@@ -245,7 +245,7 @@ def _run(options: Any, requests: Requests, world: Any) -> None:
             "wiring": wiring_of(model.config).spec,
             "dtype": str(model.dtype).removeprefix("torch."),
         }
-        Scores(scores.by_key, made | {"tp": world.size} | scores.about | provenance()).save(options.scores)
+        Scores(scores.by_key, made | {"tp": world.size} | scores.about | environment()).save(options.scores)
         print(f"{len(requests)} requests scored in {scores.about['seconds']:.1f} s, written to {options.scores}")
 
 

@@ -25,7 +25,7 @@ def faults(
         raise ValueError(f"--what {what!r}: choose generate or train")
     if rounds < 0:
         raise ValueError(f"--rounds must not be negative, got {rounds}")
-    from ..overlap import environment
+    from ..environment import environment
     from .campaign import run_campaign
 
     with tempfile.TemporaryDirectory(prefix="ladder-faults-") as scratch:

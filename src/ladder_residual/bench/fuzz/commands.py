@@ -20,7 +20,7 @@ def fuzz(
     """Broken and hostile input of every kind, in processes with limited memory; anything but acceptance or one error line counts."""
     if inputs < 1 or workers < 1 or first < 0:
         raise ValueError(f"--inputs and --workers must be at least 1 and --first at least 0; got {inputs}, {workers}, {first}")
-    from ..overlap import environment
+    from ..environment import environment
     from .campaign import run_campaign
     from .targets import TARGETS
 

@@ -122,7 +122,7 @@ def link(tp: Ranks = 2, device: Device = "cpu") -> None:
     on_ranks(tp)
     from ...link_probe import probe_link
     from ...parallel import distributed
-    from ..overlap import environment
+    from ..environment import environment
     from .report import sums_table
 
     with distributed(device) as world:

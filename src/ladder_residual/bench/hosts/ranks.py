@@ -7,7 +7,8 @@ from typing import Any
 
 from ...link_probe import chosen_reducer, probe_link
 from ...parallel import World
-from ..overlap import environment, measure_overlap, model_of
+from ..environment import environment
+from ..overlap import measure_overlap, model_of
 
 # Of each phase: what depends on the link and the phase. The rest is the same in all of them.
 _OF_A_PHASE = (
