@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ladder_residual.bench.commands import read_seconds, split_wirings
-from ladder_residual.cli import app
+from ladder_residual.cli import app, main
 from ladder_residual.generate import Sampling, complete, complete_all, load_tokenizer, read_prompts
 from ladder_residual.loading import load_model
 from ladder_residual.parallel import World
@@ -175,7 +175,6 @@ def test_torchrun_is_the_same_as_tp(demo_dir):
         (["generate", "DEMO", "-p", "\udcff"], "not valid text"),
         (["generate", "DEMO", "-p", "x", "--seed", "99999999999999999999"], "seed must be between"),
         (["convert", "DEMO", "/proc/x", "--wiring", "ladder"], "/proc/"),
-        (["generate", "DEMO", "-p", "x", "--tp", "3"], "tp=3 does not divide 8 query heads with 4 KV heads"),
         (["generate", "DEMO", "-p", "x", "--tp", "0"], "--tp must be at least 1"),
         (["generate", "DEMO", "-p", "x", "--wiring", "ladder:9"], "layer 9, but the model has 5 layers"),
         (["generate", "DEMO", "-p", "x", "--device", "tpu"], "unknown device"),
@@ -189,14 +188,25 @@ def test_torchrun_is_the_same_as_tp(demo_dir):
         (["bench", "prefill"], "torch sees no CUDA device"),
     ],
 )
-def test_mistakes_are_one_line_and_exit_code_two(arguments, named, demo_dir, tmp_path):
+def test_mistakes_are_one_line_and_exit_code_two(arguments, named, demo_dir, tmp_path, monkeypatch, capfd):
     words = [str(demo_dir) if word == "DEMO" else str(tmp_path / "x") if word == "OUT" else word for word in arguments]
-    done = ladder(*words, check=False)
-    assert done.returncode == 2, done.stderr[-2000:]
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1, done.stderr[-2000:]
+    monkeypatch.setattr(sys, "argv", ["ladder", *words])  # the entry point in this process: a start of Python costs seconds
+    with pytest.raises(SystemExit) as ended:
+        main()
+    check_mistake(ended.value.code, capfd.readouterr().err, named)
+
+
+def test_a_mistake_ends_the_command(demo_dir):
+    done = ladder("generate", demo_dir, "-p", "x", "--tp", "3", check=False)
+    check_mistake(done.returncode, done.stderr, "tp=3 does not divide 8 query heads with 4 KV heads")
+
+
+def check_mistake(code, told, named):
+    assert code == 2, told[-2000:]
+    errors = [line for line in told.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1, told[-2000:]
     assert named in errors[0]
-    assert "Traceback" not in done.stderr
+    assert "Traceback" not in told
 
 
 def test_chat(demo_dir, tmp_path):
@@ -314,6 +324,7 @@ def test_stopping_the_command_stops_its_ranks(demo_dir, tmp_path, how):
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_stopped_rank_is_noticed_after_the_time_out(demo_dir, tmp_path):
     process, ranks = generating(demo_dir, tmp_path, "--timeout", "5")
     os.kill(ranks[1], signal.SIGSTOP)

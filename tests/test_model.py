@@ -72,7 +72,7 @@ def test_beams_and_samples_equal_transformers(options):
         assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa", "flex_attention"])
+@pytest.mark.parametrize("implementation", ["eager", "sdpa", pytest.param("flex_attention", marks=pytest.mark.slow)])
 @torch.no_grad()  # torch has no backward of flex attention on CPU
 def test_attention_implementations_agree(implementation):
     model = rewire(tiny_model("llama"), SPEC)
@@ -166,6 +166,7 @@ def test_a_rewired_checkpoint_never_loads_as_the_plain_model(ladder, tmp_path):
     assert "ladder_llama" in done.stderr
 
 
+@pytest.mark.slow
 def test_importing_first_or_last_registers_the_auto_classes(ladder, tmp_path):
     ladder.save_pretrained(tmp_path)
     use = f"print(AutoModelForCausalLM.from_pretrained({str(tmp_path)!r}).config.wiring)"
