@@ -90,7 +90,7 @@ def test_documents_of_a_text_file_are_told_apart(tmp_path):
         ('{"ids": [1, "2"]}\n', "line 1: ids must be"),
         ('{"messages": [{"role": "user", "content": "?"}]}\n', "line 1: a chat without an answer"),
         ('{"messages": [{"role": "cat", "content": "?"}]}\n', "line 1: unknown role 'cat'"),
-        ('{"messages": ["hello"]}\n', "line 1: a message is an object"),
+        ('{"messages": ["hello"]}\n', "line 1: a message is an object with role and content, got a str of 5 characters"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, content, message):

@@ -2,13 +2,14 @@
 
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from ladder_residual.bench.delayed_link import why_not
+from ladder_residual.bench.delayed_link import DelayedLink, why_not
 from ladder_residual.bench.faults import generating, training
 from ladder_residual.bench.faults.campaign import run_campaign
 from ladder_residual.bench.faults.injury import why_no_cgroup
@@ -104,6 +105,31 @@ def test_a_watched_run_notices_what_is_left(tmp_path):
     assert run.left_over(Traces(), grace=0) != []  # its files
 
 
+@pytest.mark.skipif(why_not() is not None, reason="no link can be made here")
+def test_ports_are_looked_for_where_they_were(tmp_path):
+    """A port of another host is no port of this one: each is looked for in its own network namespace."""
+    script = "import socket,time\ns=socket.create_server(('127.0.0.1',0))\nprint('up',flush=True)\ntime.sleep(60)"
+    with DelayedLink(0.0) as link, WatchedRun([[*link.enter(1), sys.executable, "-c", script]], tmp_path) as run:
+        run.wait_for(lambda: "up" in run.text(), 60, "it was up")
+        held = run.traces()
+        ((namespace, port),) = held.ports
+        assert namespace != os.readlink("/proc/self/ns/net")
+        assert f"port {port}" in run.left_over(held, grace=0)
+        for pid in run.pids():
+            os.kill(pid, 9)
+        assert run.left_over(held) == []
+
+
+def test_what_is_left_of_a_save_is_counted_and_must_go(tmp_path):
+    job, outcome = TrainJob(tmp_path), Outcome("SIGKILL")
+    (job.run / "checkpoints" / "step-00000005.tmp").mkdir(parents=True)
+    training.look_at_checkpoints(job, outcome)
+    assert outcome.unfinished_saves == 1
+    assert outcome.as_said  # nobody takes it for a checkpoint
+    training.has_finished(job, outcome)
+    assert outcome.wrong == ["still there after the restart: step-00000005.tmp"]
+
+
 @root
 def test_lines_are_whole_on_a_full_disk(small_disk):
     path = small_disk / "out.jsonl"
@@ -167,6 +193,19 @@ def test_training_is_killed_and_goes_on(tmp_path):
     for elastic in (True, False):
         outcome = training.random_kill(job, duration, chance, elastic)
         assert outcome.as_said, outcome.wrong
-    for fault in (training.stopped, training.full_disk) if os.geteuid() == 0 else (training.stopped,):
+    faults = [training.stopped, training.killed_while_saving]
+    for fault in [*faults, training.full_disk] if os.geteuid() == 0 else faults:
         outcome = fault(job)
         assert outcome.as_said, outcome.wrong
+
+
+@pytest.mark.slow
+def test_training_with_several_copies_of_the_model_names_the_lost_rank(tmp_path):
+    """There gloo and FSDP notice, not our sockets. That it goes on to the same losses is tried by `ladder bench faults --what train`."""
+    job = training.copies(TrainJob(tmp_path, timeout=5.0))
+    outcome = training.killed(job, again=False)
+    assert outcome.as_said, outcome.wrong
+    # Continued, so that the launcher need not wait its 30 s for a process that cannot end; by then it has long been given up.
+    outcome = training.stopped(job, continued_after=2 * job.timeout + 6, again=False)
+    assert outcome.as_said, outcome.wrong
+    assert f"no answer from rank 1 on {socket.gethostname()}" in outcome.message

@@ -1,6 +1,5 @@
 """Broken and hostile input: in this process with hypothesis, in worker processes as `ladder bench fuzz` does it."""
 
-import contextlib
 import json
 import os
 import time
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 
 from ladder_residual.bench.fuzz.campaign import run_campaign
 from ladder_residual.bench.fuzz.targets import TARGETS, Box
+from ladder_residual.bench.fuzz.verdict import PACKAGE, is_meant
 from ladder_residual.checkpoint import CONFIG_BYTES, read_json
 from ladder_residual.generate import load_tokenizer
 from ladder_residual.generation_settings import generation_config
@@ -27,11 +27,34 @@ def test_every_kind_of_broken_input_is_accepted_or_refused(name, box):
     @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
     @given(st.randoms(use_true_random=False))
     def holds(chance):
-        with contextlib.suppress(ValueError):
+        try:
             TARGETS[name](box, chance)
+        except ValueError as error:
+            if not is_meant(error):
+                raise
         assert box.intruders() == []
 
     holds()
+
+
+HERE = str(PACKAGE / "somewhere.py")
+
+
+@pytest.mark.parametrize(
+    ("code", "file", "meant"),
+    [
+        ("raise ValueError(1)", HERE, True),
+        ("try: json.loads('{')\nexcept ValueError as error: raise ValueError(1) from error", HERE, True),
+        ("json.loads('{')", HERE, False),
+        ("try: json.loads('{')\nexcept ValueError: raise", HERE, False),
+        ("b'\\xff'.decode()", HERE, False),  # a built-in has no frame of its own
+        ("raise ValueError(1)", "/elsewhere.py", False),
+    ],
+)
+def test_only_our_own_words_count_as_a_refusal(code, file, meant):
+    with pytest.raises(ValueError, match=r".") as caught:
+        exec(compile(code, file, "exec"), {"json": json})
+    assert is_meant(caught.value) is meant
 
 
 def test_files_that_are_none_or_too_large(tmp_path):
@@ -107,15 +130,17 @@ def test_a_tokenizer_with_an_impossible_length_is_refused(box):
 BROKEN_TARGETS = """
 import os, time
 from ladder_residual.bench.fuzz import targets
+from ladder_residual.config import Wiring
 
 def crash(box, chance): os.abort()
 def hang(box, chance): time.sleep(999)
 def memory(box, chance): bytearray(4 << 30)
 def escape(box, chance): (box.outside / "loot").write_text("x")
 def bug(box, chance): raise KeyError("x")
-def fine(box, chance): raise ValueError("x")
+def fine(box, chance): Wiring.parse("x", 2)
+def stray(box, chance): raise ValueError("x")
 
-targets.TARGETS.update(crash=crash, hang=hang, memory=memory, bug=bug, fine=fine, escape=escape)
+targets.TARGETS.update(crash=crash, hang=hang, memory=memory, bug=bug, fine=fine, stray=stray, escape=escape)
 """
 
 
@@ -123,14 +148,15 @@ targets.TARGETS.update(crash=crash, hang=hang, memory=memory, bug=bug, fine=fine
 def test_the_fuzzer_counts_what_goes_wrong(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(BROKEN_TARGETS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    names = ["fine", "crash", "memory", "bug", "hang", "escape"]
-    result = run_campaign(6, targets=names, workers=1, silent=60)
+    names = ["fine", "stray", "crash", "memory", "bug", "hang", "escape"]
+    result = run_campaign(7, targets=names, workers=1, silent=60)
     findings = {finding["target"]: finding["finding"] for finding in result["findings"]}
-    assert result["inputs"] == 6
+    assert result["inputs"] == 7
     assert result["refused"] == 1
     assert "ended with code -6" in findings["crash"]
     assert "MemoryError" in findings["memory"]
     assert "KeyError" in findings["bug"]
+    assert "ValueError" in findings["stray"]
     assert "hung" in findings["hang"]
     assert "loot" in findings["escape"]
 

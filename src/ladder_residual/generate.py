@@ -206,7 +206,10 @@ def complete(
         options["streamer"] = TextStreamer(tokenizer, skip_prompt=chat, skip_special_tokens=True)
     if sampling.stop:
         options["tokenizer"] = tokenizer
-    output = model.generate(**batch, pad_token_id=tokenizer.pad_token_id, **options)
+    try:
+        output = model.generate(**batch, pad_token_id=tokenizer.pad_token_id, **options)
+    except ValueError as error:  # settings of the checkpoint that do not go together, each for itself being fine
+        raise ValueError(f"cannot generate with these settings: {str(error)[:300]}") from error
     start = batch["input_ids"].shape[1]
     ends = model.generation_config.eos_token_id
     ends = set(ends) if isinstance(ends, list) else {ends}

@@ -23,7 +23,7 @@ USER_ERROR = 2  # exit code of a rank that has told the user already
 LOST_PEER = 3  # exit code of a rank that failed because another one did
 OUT_OF_MEMORY = 4  # exit code of a rank that could not get the memory it needs
 _NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|out of memory", re.IGNORECASE)
-_SILENT = re.compile(r"waited [0-9]+ s for|[Tt]imed out")
+_SILENT = re.compile(r"waited [0-9]+ s for|[Tt]imed out|timeout caused")
 _MESSAGES = "LADDER_MESSAGES"  # environment variable: the directory in which ranks leave their last words
 
 

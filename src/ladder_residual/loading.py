@@ -122,10 +122,12 @@ def load_model(
     world.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
     if world.size > 1:
         world.check_same("the checkpoint", checkpoint.digest())
-    with built_from(checkpoint.directory / "config.json"):
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
-        _check_shapes(model, checkpoint)
+    file = checkpoint.directory / "config.json"
+    with built_from(file), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
+    _check_shapes(model, checkpoint)
+    check_buffers(model)
+    with built_from(file):
         restore_buffers(model, world.device)
 
     def read(name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
@@ -169,8 +171,6 @@ def built_from(file: Path) -> Iterator[None]:
     """Whatever a family's own code trips over in here is ``file``'s fault: nothing else went into it."""
     try:
         yield
-    except ValueError:
-        raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -203,8 +203,6 @@ def model_config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> 
         fields["wiring"] = chosen.spec
     try:
         return ladder_config_class(family.model_type).from_dict(fields)
-    except ValueError:
-        raise
     except Exception as error:  # transformers validates fields with several exception types
         raise ValueError(
             f"{checkpoint.directory / 'config.json'} is not a valid {family.model_type} config: {error}"
@@ -218,13 +216,17 @@ def stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
     return {"BF16": torch.bfloat16, "F16": torch.float16}.get(checkpoint.dtype(), torch.float32)
 
 
-def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
-    """Buffers that are computed and not stored (rotary frequencies, embedding scale) get memory and their values."""
+def check_buffers(model: PreTrainedModel) -> None:
+    """ValueError if what is computed and not stored would take more memory than any model needs for it."""
     elements = sum(buffer.numel() for buffer in model.buffers() if buffer.is_meta)
     if elements > MAX_BUFFER_ELEMENTS:
         raise ValueError(
             f"the config calls for computed tables of {elements} numbers, more than {MAX_BUFFER_ELEMENTS}: it is wrong"
         )
+
+
+def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
+    """Buffers that are computed and not stored (rotary frequencies, embedding scale) get memory and their values."""
     for module in model.modules():
         own = {name: buffer for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta}
         for name, buffer in own.items():

@@ -25,10 +25,12 @@ from torch import Tensor, nn
 
 from .pieces import local_of, pieces_of
 from .reduce import AsyncReducer, GroupReducer, LatencyReducer, Reducer
+from .roll_call import RollCall
 from .sharding import Cut
 from .sockets import PeerLost, PeerSockets, reachable_address
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
+_LOST = "lost its peers"  # how a rank says that it lost some other without knowing which
 
 
 @dataclass(frozen=True)
@@ -156,25 +158,39 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
     if launched() == 1:
         yield World(device=where)
         return
-    sockets = None
+    sockets: PeerSockets | None = None
+    roll: RollCall | None = None
+    last_words: str | None = None
     try:
-        store = _join(where, timeout)
+        store, rank, size = _meet(timeout)
+        roll = RollCall(dist.PrefixStore("roll", store), rank, size, _master())
+        _form_group(store, rank, size, where, timeout)
+        names = dist.PrefixStore("ranks", store)
         if where.type == "cpu":
-            sockets = _connect(store, timeout)
-        world = World(dist.get_rank(), dist.get_world_size(), where, dist.group.WORLD, sockets, store)
+            sockets = _connect(names, timeout)
+        world = World(rank, size, where, dist.group.WORLD, sockets, names)
         yield world
         _leave_together(world, timeout)
-    except PeerLost:
+    except PeerLost as error:
+        last_words = ""
+        if roll is not None and _LOST in str(error):  # said by a thread of this rank that could not find out more
+            raise PeerLost(f"{error}; {roll.missing()}") from error
         raise
     except RuntimeError as error:
-        # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, and where.
-        if tells_of_lost_peer(str(error)):
-            raise PeerLost(
-                f"rank {os.environ.get('RANK')} of {launched()} on {socket.gethostname()} lost its peers "
-                f"(a rank died or its link is down): {str(error).splitlines()[0][:200]}"
-            ) from error
+        if not tells_of_lost_peer(str(error)):
+            last_words = _in_short(error)
+            raise
+        # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, where, and who is missing.
+        last_words = ""
+        who = roll.missing() if roll is not None else f"not all met at the run's store, {_master()}"
+        noticed = f"rank {os.environ.get('RANK')} of {launched()} on {socket.gethostname()}"
+        raise PeerLost(f"{noticed} {_LOST}: {who}: {str(error).splitlines()[0][:200]}") from error
+    except BaseException as error:
+        last_words = _in_short(error)
         raise
     finally:
+        if roll is not None:
+            roll.leave(last_words)
         if sockets is not None:
             sockets.close()
         if dist.is_initialized():
@@ -184,14 +200,14 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
 def tells_of_lost_peer(message: str) -> bool:
     """Whether a library's error message means that another rank is gone, silent or out of reach."""
     signs = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout after")
-    return any(sign in message for sign in (*signs, "Connect timeout", "failed to connect"))
+    return any(sign in message for sign in (*signs, "Connect timeout", "timeout caused", "failed to connect"))
 
 
 _uses = itertools.count()  # every rank enters its blocks in the same order
 
 
-def _join(where: torch.device, timeout: float) -> dist.Store:
-    """Form the process group; a store for what else the ranks have to tell each other.
+def _meet(timeout: float) -> tuple[dist.Store, int, int]:
+    """The store in which the ranks find each other, this rank and the number of all.
 
     The launcher's store outlives this block, and a restarted attempt of an elastic launcher finds it as the last one left it: the
     addresses in it lead to processes that are dead. So every attempt and every block has names of its own.
@@ -200,11 +216,24 @@ def _join(where: torch.device, timeout: float) -> dist.Store:
     store, rank, size = next(dist.rendezvous("env://", timeout=patience))
     store.set_timeout(patience)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    own = dist.PrefixStore(f"ladder_residual/{attempt}/{next(_uses)}", store)
+    return dist.PrefixStore(f"ladder_residual/{attempt}/{next(_uses)}", store), rank, size
+
+
+def _form_group(store: dist.Store, rank: int, size: int, where: torch.device, timeout: float) -> None:
     backend = "nccl" if where.type == "cuda" else "gloo"
     device = where if backend == "nccl" else None
-    dist.init_process_group(backend, store=own, rank=rank, world_size=size, timeout=patience, device_id=device)
-    return dist.PrefixStore("ranks", own)
+    patience = timedelta(seconds=timeout)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience, device_id=device)
+
+
+def _master() -> str:
+    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+
+
+def _in_short(error: BaseException) -> str:
+    """For the other ranks, which learn nothing else of it."""
+    lines = str(error).splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
 
 
 def _connect(store: dist.Store, timeout: float) -> PeerSockets:

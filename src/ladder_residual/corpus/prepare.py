@@ -148,7 +148,10 @@ def to_items(record: Record, text_fields: tuple[str, ...], tokenizer: Any, diges
     if all(name in row for name in text_fields):
         for name in text_fields:
             if not isinstance(row[name], str):
-                raise ValueError(f"{place}: the field {name!r} is no text but {str(row[name])[:40]!r}")
+                found = row[name]
+                raise ValueError(
+                    f"{place}: the field {name!r} is no text but {type(found).__name__}, {len(str(found))} characters long"
+                )
         text, first = "\n".join(row[name] for name in text_fields), record.first
     elif isinstance(row.get("messages"), list):
         text, first = _chat(row["messages"], place, tokenizer), False

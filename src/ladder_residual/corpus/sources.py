@@ -146,7 +146,8 @@ def _json_lines(name: str, lines: IO[str]) -> Iterator[Record]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{name}, line {number}: expected an object, got {line.strip()[:40]}")
+            found = f"a {type(row).__name__} of {len(line.strip())} characters"  # and not the text itself
+            raise ValueError(f"{name}, line {number}: expected an object, got {found}")
         yield Record(f"{name}, line {number}", row)
 
 

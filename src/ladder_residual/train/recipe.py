@@ -198,7 +198,7 @@ def _read(path: Path, depth: int) -> dict[str, Any]:
         document = tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ValueError(f"there is no recipe {path}") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # no file, no UTF-8, no TOML, a number of 5,000 digits, ...
         raise ValueError(f"cannot read the recipe {path}: {error}") from error
     data = document.get("data")
     for key in ("train", "valid") if isinstance(data, dict) else ():
@@ -229,7 +229,7 @@ def _override(document: dict[str, Any], text: str) -> None:
         raise ValueError(f"--set takes a.b=value, such as run.steps=20; got {text!r:.80}")
     try:
         parsed = tomllib.loads(f"value = {value}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         parsed = value.strip()
     for key in keys[:-1]:
         document = document.setdefault(key, {})

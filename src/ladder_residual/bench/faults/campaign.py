@@ -34,11 +34,17 @@ def run_campaign(
 
         run = TrainJob(directory, timeout=timeout)
         duration = training.undisturbed(run)
-        faults = training.named_faults(run)
+        layouts, durations = [run, training.copies(run)], {0: duration}
+        faults = training.named_faults(*layouts)
         turns = itertools.count()
 
         def kill() -> Outcome:
-            return training.random_kill(run, duration, chance, elastic=next(turns) % 2 == 0)
+            """By turns: restarted by torchrun and by hand, twice with the model cut over the ranks, twice with a copy on each."""
+            turn = next(turns)
+            layout = turn // 2 % 2
+            if layout not in durations:
+                durations[layout] = training.undisturbed(layouts[layout])
+            return training.random_kill(layouts[layout], durations[layout], chance, elastic=turn % 2 == 0)
 
     chosen = _chosen(named, [name for name, _, _ in faults])
     kills = [_told(kill(), say) for _ in range(rounds)]
@@ -54,6 +60,7 @@ def run_campaign(
         "kills_as_said": sum(row["as_said"] for row in kills),
         "named": len(others),
         "named_as_said": sum(row["as_said"] for row in others),
+        "unfinished_saves": sum(row["unfinished_saves"] for row in kills + others),
         "slowest_end_s": max((row["ended_after_s"] or 0.0 for row in kills + others), default=0.0),
         "not_tried": not_tried,
         "rows": kills + others,

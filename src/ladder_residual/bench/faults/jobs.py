@@ -61,13 +61,19 @@ class GenerateJob:
 
 @dataclass
 class TrainJob:
-    """``ladder train`` of a tiny model on two tensor-parallel ranks, with a checkpoint every few steps."""
+    """``ladder train`` of a tiny model, with a checkpoint every few steps: ``dp`` copies of it, each cut over ``tp`` ranks."""
 
     directory: Path
     steps: int = 40
     every: int = 5
+    tp: int = 2
+    dp: int = 1
     timeout: float = 10.0
     reference: dict[int, float] = field(default_factory=dict)  # losses of an undisturbed run, by step
+
+    @property
+    def ranks(self) -> int:
+        return self.tp * self.dp
 
     @property
     def run(self) -> Path:
@@ -102,7 +108,8 @@ sequence = 32
 [batch]
 rows = 8
 [parallel]
-tp = 2
+tp = {self.tp}
+dp = {self.dp}
 [optimizer]
 lr = 1e-2
 warmup = 2
@@ -121,9 +128,9 @@ tensorboard = false
 """
         )
 
-    def arguments(self, ranks: int | None = 2, extra: Sequence[str] = ()) -> list[str]:
-        """After ``ladder``; without ``ranks`` for a launcher of one's own."""
-        return ["train", str(self.recipe), *(["--ranks", str(ranks)] if ranks else []), *extra]
+    def arguments(self, *, by_torchrun: bool = False, extra: Sequence[str] = ()) -> list[str]:
+        """After ``ladder``; torchrun starts the ranks itself."""
+        return ["train", str(self.recipe), *([] if by_torchrun else ["--ranks", str(self.ranks)]), *extra]
 
     def losses(self) -> dict[int, float]:
         """By step, of what the log holds now; a line that is just being written is left out."""
@@ -138,6 +145,8 @@ tensorboard = false
     def wrong_losses(self, whole: bool) -> str | None:
         """What is wrong with the losses logged so far; ``whole``: all steps must be there."""
         losses = self.losses()
+        if not whole and not self.reference:
+            return None  # nobody ran it undisturbed
         if whole and sorted(losses) != sorted(self.reference):
             return f"steps {sorted(losses)[:1]} to {sorted(losses)[-1:]} were logged, expected 1 to {self.steps}"
         worst = max((abs(loss / self.reference[step] - 1) for step, loss in losses.items()), default=0.0)
@@ -150,3 +159,7 @@ tensorboard = false
         folder = self.run / "checkpoints"
         found = [path for path in folder.iterdir() if path.suffix != ".tmp"] if folder.is_dir() else []
         return [f"{path.name}: {problem}" for path in found if (problem := check_files(path))]
+
+    def unfinished_saves(self) -> list[str]:
+        """What a rank that dies while it saves leaves: directories no reader takes for a checkpoint. The next start removes them."""
+        return sorted(path.name for path in (self.run / "checkpoints").glob("*.tmp"))

@@ -17,6 +17,7 @@ class Outcome:
     bound_s: float | None = None
     exit_codes: list[int | None] = field(default_factory=list)
     message: str = ""
+    unfinished_saves: int = 0  # checkpoints that were being written; what is left of them must be gone after the next start
     wrong: list[str] = field(default_factory=list)  # nothing: as said
 
     @property

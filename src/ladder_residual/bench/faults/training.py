@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import re
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -31,7 +33,7 @@ def undisturbed(job: TrainJob) -> float:
     """Run once without a fault, keep its losses; seconds from the ranks' start to the end."""
     job.prepare()
     with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
-        run.wait_for(lambda: len(run.ranks()) == 2, START_SECONDS, "two ranks were there")
+        all_started(run, job)
         start = time.monotonic()
         if run.end(START_SECONDS) is None or run.exit_codes() != [0]:
             raise RuntimeError(f"the undisturbed run failed:\n{run.text()[-2000:]}")
@@ -40,17 +42,27 @@ def undisturbed(job: TrainJob) -> float:
     return seconds
 
 
+def all_started(run: WatchedRun, job: TrainJob) -> None:
+    run.wait_for(lambda: len(run.ranks()) == job.ranks, START_SECONDS, f"{job.ranks} ranks were there")
+
+
+def copies(job: TrainJob) -> TrainJob:
+    """The same on as many ranks, each with a copy of the model: there gloo and FSDP notice a loss, not our sockets."""
+    return replace(job, tp=1, dp=job.ranks, reference={})
+
+
 def random_kill(job: TrainJob, duration: float, chance: random.Random, elastic: bool) -> Outcome:
-    """SIGKILL to one of two ranks at a random moment. ``elastic``: torchrun starts all again by itself; else a user does."""
-    victim, moment = chance.randrange(2), chance.uniform(0, 0.9 * duration)
+    """SIGKILL to one of the ranks at a random moment. ``elastic``: torchrun starts all again by itself; else a user does."""
+    victim, moment = chance.randrange(job.ranks), chance.uniform(0, 0.9 * duration)
     job.prepare()
     command = elastic_command(job) if elastic else [*LADDER, *job.arguments()]
     with WatchedRun([command], job.directory, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}) as run:
-        run.wait_for(lambda: len(run.ranks()) == 2, START_SECONDS, "two ranks were there")
+        all_started(run, job)
         time.sleep(moment)
         held, ranks, steps = run.traces(), run.ranks(), len(job.losses())
         how = "restarted by torchrun" if elastic else "started again by hand"
-        outcome = Outcome("SIGKILL", f"rank {victim}, {moment:.1f} s after its start, after {steps} steps, {how}")
+        layout = f"dp {job.dp} x tp {job.tp}"
+        outcome = Outcome("SIGKILL", f"rank {victim} ({layout}), {moment:.1f} s after its start, after {steps} steps, {how}")
         if victim not in ranks:
             outcome.wrong.append("nothing was left to kill")
             return outcome
@@ -65,33 +77,38 @@ def random_kill(job: TrainJob, duration: float, chance: random.Random, elastic: 
         else:
             bound = job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
             outcome.ended_after_s = run.end(bound)
-            says = rf"rank {victim} of 2 \(pid {ranks[victim]}\) on {HOST} was killed by SIGKILL"
+            says = rf"rank {victim} of {job.ranks} \(pid {ranks[victim]}\) on {HOST} was killed by SIGKILL"
             judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=job.wrong_losses(whole=False))
+    look_at_checkpoints(job, outcome)
+    return has_finished(job, outcome) if elastic else goes_on(job, outcome)
+
+
+def look_at_checkpoints(job: TrainJob, outcome: Outcome) -> None:
+    """What a run that ended early has left of them."""
     outcome.wrong += [f"half-written: {thing}" for thing in job.unfinished_checkpoints()]
-    return outcome if elastic and not outcome.wrong and _losses_checked(job, outcome) else goes_on(job, outcome, elastic)
+    outcome.unfinished_saves = len(job.unfinished_saves())
 
 
-def _losses_checked(job: TrainJob, outcome: Outcome) -> bool:
+def has_finished(job: TrainJob, outcome: Outcome) -> Outcome:
+    """After a restart: all of the undisturbed run's losses, and nothing of a save that was cut off."""
     if wrong := job.wrong_losses(whole=True):
         outcome.wrong.append(wrong)
-    return True
-
-
-def goes_on(job: TrainJob, outcome: Outcome, elastic: bool = False) -> Outcome:
-    """Start the same command again: it must resume, finish, and have logged the undisturbed run's losses."""
-    if elastic:
-        return outcome
-    with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
-        if run.end(START_SECONDS) is None or run.exit_codes() != [0]:
-            outcome.wrong.append(f"started again it did not finish: {run.text()[-600:]!r}")
-    _losses_checked(job, outcome)
+    outcome.wrong += [f"still there after the restart: {name}" for name in job.unfinished_saves()]
     return outcome
 
 
+def goes_on(job: TrainJob, outcome: Outcome) -> Outcome:
+    """Start the same command again: it must resume, finish, and have logged the undisturbed run's losses."""
+    with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
+        if run.end(START_SECONDS) is None or run.exit_codes() != [0]:
+            outcome.wrong.append(f"started again it did not finish: {run.text()[-600:]!r}")
+    return has_finished(job, outcome)
+
+
 def elastic_command(job: TrainJob) -> list[str]:
-    launcher = [LADDER[0], "-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", str(RESTARTS)]
+    launcher = [LADDER[0], "-m", "torch.distributed.run", "--nproc-per-node", str(job.ranks), "--max-restarts", str(RESTARTS)]
     launcher += ["--master-addr", "127.0.0.1", "--master-port", str(free_port()), "--log-dir", str(job.directory / "logs")]
-    return [*launcher, *LADDER[1:], *job.arguments(None)]
+    return [*launcher, *LADDER[1:], *job.arguments(by_torchrun=True)]
 
 
 def hurt(
@@ -103,13 +120,14 @@ def hurt(
     says: str,
     codes: Sequence[int] = (1,),
     at_start: bool = False,
+    again: bool = True,
 ) -> Outcome:
-    """On one host, in mid-training or ``at_start``: ``injury``, then the end as said, then on again."""
+    """On one host, in mid-training or ``at_start``: ``injury``, then the end as said, then on ``again``."""
     job.prepare()
     outcome, bound = Outcome(fault, detail), 60 + 2 * job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
     with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
         if at_start:
-            run.wait_for(lambda: len(run.ranks()) == 2, START_SECONDS, "two ranks were there")
+            all_started(run, job)
         else:
             run.wait_for(lambda: len(job.losses()) >= 2 * job.every, START_SECONDS, "two checkpoints were begun")
         held = run.traces()
@@ -118,13 +136,64 @@ def hurt(
         if hasattr(injured, "close"):
             injured.close()
         judge_end(outcome, run, held, bound=bound, codes=set(codes), says=says, wrong_output=job.wrong_losses(whole=False))
-    outcome.wrong += [f"half-written: {thing}" for thing in job.unfinished_checkpoints()]
-    return goes_on(job, outcome)
+    look_at_checkpoints(job, outcome)
+    return goes_on(job, outcome) if again else outcome
 
 
-def stopped(job: TrainJob) -> Outcome:
-    says = rf"(rank 0 waited {job.timeout:.0f} s for rank 1 at 127\.0\.0\.1|rank 0 .*lost its peers.*imed out)"
-    return hurt(job, "SIGSTOP", "rank 1", lambda run: os.kill(run.ranks()[1], signal.SIGSTOP), says=says)
+def lost(job: TrainJob, victim: int, address: str) -> str:
+    """What a rank says of one that is silent: through our sockets where they carry the sums, else (and everywhere but in sums) by name."""
+    by_socket = rf"rank \d waited {job.timeout:.0f} s for rank {victim} at {address}: it is stopped, or the link is down"
+    by_roll_call = rf"rank \d .*lost its peers.*no answer from rank {victim} on {HOST} \(dead, stopped or cut off\)"
+    return rf"({by_socket}|{by_roll_call})" if job.dp == 1 else by_roll_call
+
+
+def killed(job: TrainJob, again: bool = True) -> Outcome:
+    """SIGKILL to the last rank in mid-training."""
+    victim = job.ranks - 1
+    says = rf"rank {victim} of {job.ranks} \(pid \d+\) on {HOST} was killed by SIGKILL"
+    layout = f"rank {victim} (dp {job.dp} x tp {job.tp})"
+    return hurt(job, "SIGKILL", layout, lambda run: os.kill(run.ranks()[victim], signal.SIGKILL), says=says, again=again)
+
+
+def stopped(job: TrainJob, continued_after: float | None = None, again: bool = True) -> Outcome:
+    """SIGSTOP: the rank is there and silent; it may be ``continued_after`` so many seconds, when the others have given it up."""
+    victim = job.ranks - 1
+
+    def stop(run: WatchedRun) -> None:
+        pid = run.ranks()[victim]
+        os.kill(pid, signal.SIGSTOP)
+        if continued_after is not None:
+            timer = threading.Timer(continued_after, _continue, [pid])
+            timer.daemon = True
+            timer.start()
+
+    layout, says = f"rank {victim} (dp {job.dp} x tp {job.tp})", lost(job, victim, r"127\.0\.0\.1")
+    return hurt(job, "SIGSTOP", layout, stop, says=says, again=again)
+
+
+def stopped_copies(job: TrainJob) -> Outcome:
+    if not job.reference:
+        undisturbed(job)
+    return stopped(job)
+
+
+def _continue(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+def killed_while_saving(job: TrainJob) -> Outcome:
+    """SIGKILL to rank 0 while a checkpoint is being written: what is left of it is no checkpoint, and gone after the next start."""
+
+    def kill(run: WatchedRun) -> None:
+        pid = run.ranks()[0]
+        while not job.unfinished_saves() and run.processes[0].poll() is None:
+            time.sleep(0.001)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+    says = rf"rank 0 of {job.ranks} \(pid \d+\) on {HOST} was killed by SIGKILL"
+    return hurt(job, "SIGKILL", "rank 0, while it saves", kill, says=says)
 
 
 def out_of_memory(job: TrainJob) -> Outcome:
@@ -177,11 +246,12 @@ def two_nodes(
         ]
         launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--log-dir", str(job.directory / "logs")]
         second = node == 1
-        commands.append([*(prefix if second else ()), *launcher, *LADDER[1:], *job.arguments(None, extra if second else ())])
+        words = job.arguments(by_torchrun=True, extra=extra if second else ())
+        commands.append([*(prefix if second else ()), *launcher, *LADDER[1:], *words])
     outcome, bound = Outcome(fault, "rank 1"), START_SECONDS + job.timeout
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
     with WatchedRun(commands, job.directory, loopback) as run:
-        run.wait_for(lambda: len(run.ranks()) == 2, START_SECONDS, "two ranks were there")
+        all_started(run, job)
         held = run.traces()
         outcome.ended_after_s = run.end(bound)
         if says is not None:
@@ -194,8 +264,7 @@ def two_nodes(
         if outcome.exit_codes != [0, 0]:
             outcome.wrong.append(f"the run was disturbed: {run.text()[-600:]!r}")
         outcome.wrong += [f"left behind: {thing}" for thing in run.left_over(held)]
-    _losses_checked(job, outcome)
-    return outcome
+    return has_finished(job, outcome)
 
 
 def clocks_apart(job: TrainJob) -> Outcome:
@@ -211,7 +280,8 @@ def link_down(job: TrainJob, seconds: float | None) -> Outcome:
     outcome = Outcome("link down", "for good" if seconds is None else f"for {seconds:g} s")
     with DelayedLink(0.0005) as link:
         port, logs = free_port(), ["--log-dir", str(job.directory / "logs")]
-        commands = [torchrun_on(link, host, port, ["-m", "ladder_residual", *job.arguments(None)], logs) for host in range(2)]
+        words = ["-m", "ladder_residual", *job.arguments(by_torchrun=True)]
+        commands = [torchrun_on(link, host, port, words, logs) for host in range(2)]
         with WatchedRun(commands, job.directory, {"GLOO_SOCKET_IFNAME": "link0", "OMP_NUM_THREADS": "1"}) as run:
             run.wait_for(lambda: len(job.losses()) >= 2 * job.every, START_SECONDS, "two checkpoints were begun")
             held = run.traces()
@@ -224,14 +294,13 @@ def link_down(job: TrainJob, seconds: float | None) -> Outcome:
                 outcome.exit_codes = run.exit_codes()
                 if outcome.exit_codes != [0, 0]:
                     outcome.wrong.append(f"did not survive: {run.text()[-600:]!r}")
-                _losses_checked(job, outcome)
-                return outcome
+                return has_finished(job, outcome)
             bound = 60 + 2 * job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
             outcome.ended_after_s = run.end(bound)
-            says = rf"(rank \d waited {job.timeout:.0f} s for rank \d at 10\.211|rank \d .*lost its peers.*imed out)"
+            says = lost(job, 1, r"10\.211\.\d+\.\d+")  # rank 0 says it: the store is on its side
             judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=job.wrong_losses(whole=False))
             outcome.wrong = [thing for thing in outcome.wrong if thing != "a traceback was printed"]
-    outcome.wrong += [f"half-written: {thing}" for thing in job.unfinished_checkpoints()]
+    look_at_checkpoints(job, outcome)
     return goes_on(job, outcome)
 
 
@@ -283,13 +352,15 @@ def read_only(job: TrainJob) -> Outcome:
             )
 
 
-def named_faults(job: TrainJob) -> list[tuple[str, str | None, Callable[[], Outcome]]]:
+def named_faults(job: TrainJob, two_copies: TrainJob) -> list[tuple[str, str | None, Callable[[], Outcome]]]:
     """(name, why it cannot be tried here or None, how)."""
     patient = replace(job, timeout=max(job.timeout, 20.0))
     no_mount = None if os.geteuid() == 0 else "mounting a small disk needs root"
     version, recipe = rf"the software of rank 1 on {HOST} \(.*\) differs", rf"the recipe of rank 1 on {HOST} differs"
     return [
         ("stop", None, lambda: stopped(job)),
+        ("stop-copies", None, lambda: stopped_copies(two_copies)),
+        ("save", None, lambda: killed_while_saving(job)),
         ("memory", None, lambda: out_of_memory(job)),
         ("oom-killer", why_no_cgroup(), lambda: killed_by_the_kernel(job)),
         ("link-5s", why_not(), lambda: link_down(patient, 5.0)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -20,13 +19,14 @@ from pathlib import Path
 
 _MARK = "LADDER_WATCHED"
 _LISTENING = "0A"
+_NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
 
 
 @dataclass
 class Traces:
     """What a run held on to at some moment."""
 
-    ports: set[int] = field(default_factory=set)
+    ports: set[tuple[str, int]] = field(default_factory=set)  # with the network namespace they are in, as the kernel names it
     shared_memory: set[str] = field(default_factory=set)
 
 
@@ -116,7 +116,8 @@ class WatchedRun:
         while (pids := self.pids()) and time.monotonic() < deadline:
             time.sleep(0.1)
         found = [f"process {pid}" for pid in pids]
-        found += [f"port {port}" for port in sorted(held.ports) if _answers(port)]
+        listening = {namespace: _listening_in(namespace) for namespace, _ in held.ports}
+        found += [f"port {port}" for namespace, port in sorted(held.ports) if port in listening[namespace]]
         found += [f"shared memory {path}" for path in sorted(held.shared_memory) if Path(path).exists()]
         found += [f"file {path.relative_to(self.directory)}" for path in sorted(self.temporary.rglob("*"))]
         return found
@@ -140,8 +141,8 @@ def _is_zombie(pid: int) -> bool:
         return True
 
 
-def _listening_ports(pid: int) -> set[int]:
-    """In the process's own network namespace."""
+def _listening_ports(pid: int) -> set[tuple[str, int]]:
+    """With the process's own network namespace."""
     inodes, ports = set(), set()
     with contextlib.suppress(OSError):
         for name in os.listdir(f"/proc/{pid}/fd"):
@@ -151,11 +152,28 @@ def _listening_ports(pid: int) -> set[int]:
                     inodes.add(target[8:-1])
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENING and fields[9] in inodes:
-                    ports.add(int(fields[1].rpartition(":")[2], 16))
+            namespace = os.readlink(f"/proc/{pid}/ns/net")
+            listeners = _listeners(Path(f"/proc/{pid}/net/{table}").read_text())
+            ports |= {(namespace, port) for inode, port in listeners if inode in inodes}
     return ports
+
+
+def _listeners(table: str) -> list[tuple[str, int]]:
+    """(inode, port) of the sockets that listen, of a table as /proc/net/tcp is one."""
+    rows = [line.split() for line in table.splitlines()]
+    return [(row[9], int(row[1].rpartition(":")[2], 16)) for row in rows if row[3:4] == [_LISTENING]]
+
+
+def _listening_in(namespace: str) -> set[int]:
+    """Ports that somebody listens on in a network namespace now; one that is gone has none."""
+    tables = ["/proc/net/tcp", "/proc/net/tcp6"]
+    if namespace == os.readlink("/proc/self/ns/net"):
+        texts = [Path(table).read_text() for table in tables if Path(table).exists()]
+    else:
+        made = [path for path in _NAMESPACES.glob("*") if f"net:[{path.stat().st_ino}]" == namespace]
+        command = ["ip", "netns", "exec", made[0].name, "cat", *tables] if made else ["true"]
+        texts = [subprocess.run(command, capture_output=True, text=True, check=False).stdout]
+    return {port for text in texts for _, port in _listeners(text)}
 
 
 def _shared_memory(pid: int) -> set[str]:
@@ -164,11 +182,3 @@ def _shared_memory(pid: int) -> set[str]:
     except OSError:
         return set()
     return {line.split(maxsplit=5)[5] for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
-
-
-def _answers(port: int) -> bool:
-    try:
-        socket.create_connection(("127.0.0.1", port), 0.5).close()
-    except OSError:
-        return False
-    return True

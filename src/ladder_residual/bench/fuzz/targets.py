@@ -1,6 +1,6 @@
 """What is fuzzed: each target breaks one kind of input and hands it to the code that reads it.
 
-A target returns normally or raises ``ValueError`` (what the command line prints in one line); everything else is a finding. Targets
+A target returns normally or raises a ``ValueError`` of this package's own (``verdict.py``); everything else is a finding. Targets
 work in a directory of their own, ``box``, and must leave alone what lies beside it.
 """
 

@@ -26,6 +26,7 @@ def main() -> None:
     import transformers
 
     from .targets import TARGETS, Box, _demo_model
+    from .verdict import is_meant
 
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     box = Box(Path(directory))
@@ -40,10 +41,10 @@ def main() -> None:
         try:
             TARGETS[name](box, Random(f"{seed}:{number}"))
             end = "accepted"
-        except ValueError:
-            end = "refused"
         except BaseException as error:
-            end, finding = "unexpected", f"{type(error).__name__}: {str(error)[:300]}\n{traceback.format_exc()[-1500:]}"
+            end = "refused" if isinstance(error, ValueError) and is_meant(error) else "unexpected"
+            if end == "unexpected":
+                finding = f"{type(error).__name__}: {str(error)[:300]}\n{traceback.format_exc()[-1500:]}"
         if intruders := box.intruders():
             end, finding = "unexpected", f"files outside the target: {intruders}"
         row = {"end": end, "number": number, "target": name, "seconds": time.process_time() - start, "finding": finding}
