@@ -1,6 +1,7 @@
 """The wirings trained from scratch on one GPU: same model, same data order, same hyper-parameters, several seeds.
 
-    python runs/train_comparison.py --data carry/books --out results/train --steps 1200 --jobs 4
+    python runs/train_prepare.py TEXTS data/books
+    python runs/train_comparison.py --data data/books --out results/train
 
 Worker processes take the runs from a list, ``--jobs`` at a time: a model of this size leaves a large GPU idle between its kernels,
 and several fill it. ``comparison.json`` in ``--out`` is rewritten every few seconds, so a run that is cut short keeps all it has.
@@ -138,7 +139,7 @@ def main():
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--runs", default=DEFAULT_RUNS)
     parser.add_argument("--shape", default="47m", choices=SHAPES)
-    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--steps", type=int, default=640)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--sequence", type=int, default=512)
     parser.add_argument("--lr", type=float, default=1e-3)
@@ -146,7 +147,7 @@ def main():
     parser.add_argument("--valid-rows", type=int)
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--eager", action="store_true")
-    parser.add_argument("--jobs", type=int, default=4)
+    parser.add_argument("--jobs", type=int, default=5)
     parser.add_argument("--seconds", type=float, default=560, help="give up after this; what is there is kept")
     options = parser.parse_args()
     names = options.runs.split(",")

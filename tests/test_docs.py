@@ -72,6 +72,24 @@ def test_tables_are_what_their_json_says():
         assert table == markdown_table(json.loads((ROOT / path).read_text(encoding="utf-8"))), path
 
 
+def test_what_the_readme_sums_up_is_what_the_results_say():
+    def rows(path, **wanted):
+        found = json.loads((ROOT / "results" / path).read_text(encoding="utf-8"))["rows"]
+        return next(row for row in found if wanted.items() <= row.items())
+
+    healed = {run["name"]: run for run in json.loads((ROOT / "results/adapt/heal.json").read_text(encoding="utf-8"))["runs"]}
+    speedups = [
+        rows("hosts/smollm2-135m-batch8.json", wiring="ladder", link="1 ms, 1 Gbit/s", phase="decode")["speedup"],
+        rows("serve/cpu-tp2.json", wiring="ladder", rate="one")["speedup"],
+        rows("train/cpu-wire-100mbit.json", wiring="ladder")["speedup"],
+        rows("engine/70b-tp8-batch1.json", wiring="ladder", link="24us")["over_standard"],
+    ]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    table = text.partition("## What was measured")[2].partition("## What it is not")[0]
+    assert re.findall(r"\| (\d\.\d\dx) \|", table) == [f"{speedup:.2f}x" for speedup in speedups]
+    assert f"{healed['distill 30']['tokens'] / 1e6:.0f} million tokens" in table
+
+
 def test_the_two_commands_of_the_readme_are_what_ci_runs():
     readme, ci = (ROOT / "README.md").read_text(encoding="utf-8"), (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     for command in ("make demo", "make test"):

@@ -2,12 +2,14 @@
 
 Each rank copies its shards to the CPU and goes on training; a thread writes them through ``torch.distributed.checkpoint`` into
 ``step-00000100.tmp``, then the sizes and checksums of all files into ``complete.json``, and renames the directory. What a crash leaves
-behind has no such name. When a run is resumed the newest checkpoint whose files match their checksums is taken, on any layout.
+behind has no such name. When a run is resumed the newest checkpoint whose files match their checksums is taken, on any layout; damaged
+ones are set aside, so that their steps are saved again.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -26,7 +28,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..parallel import tells_of_lost_peer
 from ..sockets import PeerLost
-from .building import NextToken
+from .building import NextToken, trained_wiring
 from .layout import Layout
 from .optimizer import ShardedAdamW
 from .reading import CheckpointReader
@@ -70,7 +72,7 @@ class Checkpoints:
         self, step: int, trained: NextToken, optimizer: ShardedAdamW, recipe: Recipe, about: dict[str, Any], *, wait: bool
     ) -> None:
         self.wait()
-        if (self.directory / f"step-{step:08d}").exists():
+        if (self.directory / f"step-{step:08d}" / MANIFEST).exists():
             return  # saved already: the run was resumed from it
         state = training_state(trained, optimizer, copy=True)
         state[f"random.{self.layout.world.rank}"] = random_state(self.layout.device)
@@ -116,6 +118,8 @@ class Checkpoints:
                 files = {name: print_ for part in everyones for name, print_ in part.items()}
                 files[".metadata"] = _fingerprint(temporary / ".metadata")
                 _write_durably(temporary / MANIFEST, json.dumps(manifest | {"files": files}))
+                if final.exists():
+                    shutil.rmtree(final)  # without its list of files: the rest of a deletion that was cut off
                 os.replace(temporary, final)
                 _sync_directory(self.directory)
                 self._retire()
@@ -134,15 +138,19 @@ class Checkpoints:
             (old / MANIFEST).unlink()  # first of all, so that a half-deleted one is not taken for a checkpoint
             shutil.rmtree(old, ignore_errors=True)
 
-    def load(self, trained: NextToken, optimizer: ShardedAdamW, recipe: Recipe, say: Callable[[str], None]) -> int:
-        """Restore the newest good checkpoint into the model and the optimizer; the step to go on from, 0 if there is none."""
+    def load(self, trained: NextToken, optimizer: ShardedAdamW, recipe: Recipe, data: str, say: Callable[[str], None]) -> int:
+        """Restore the newest good checkpoint into the model and the optimizer; the step to go on from, 0 if there is none.
+        ``data``: the fingerprint of what is trained on."""
         world = self.layout.world
         for path in reversed(world.broadcast([str(path) for path in self.found()])):
             if problem := self._problem(Path(path)):
-                say(f"{path} is damaged ({problem}): trying the one before")
+                say(f"{path} is damaged ({problem}): set aside, trying the one before")
+                self._set_aside(Path(path))
                 continue
-            manifest = json.loads((Path(path) / MANIFEST).read_text(encoding="utf-8"))
-            _check_same_run(manifest["recipe"], recipe, path)
+            text = (Path(path) / MANIFEST).read_text(encoding="utf-8")
+            world.check_same(f"the checkpoint {path}", text)
+            manifest = json.loads(text)
+            _check_same_run(manifest, recipe, data, path)
             state = training_state(trained, optimizer, copy=False)
             key = f"random.{world.rank}"
             if manifest["ranks"] == world.size:
@@ -155,6 +163,13 @@ class Checkpoints:
             say(f"resumed from {path} (step {manifest['step']}, written by {layout})")
             return manifest["step"]
         return 0
+
+    def _set_aside(self, path: Path) -> None:
+        """Nothing is deleted: someone may want to know what happened to it."""
+        if self.layout.world.is_main:
+            names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in itertools.count())
+            path.rename(next(name for name in names if not name.exists()))
+        self.layout.world.barrier()
 
     def _problem(self, path: Path) -> str:
         """What is wrong with a checkpoint; each rank looks at its share of the files."""
@@ -202,9 +217,9 @@ def check_files(path: Path, share: int = 0, shares: int = 1) -> str:
     return ""
 
 
-def _check_same_run(saved: dict[str, Any], recipe: Recipe, path: str) -> None:
+def _check_same_run(manifest: dict[str, Any], recipe: Recipe, data: str, path: str) -> None:
     """Layout, speed and logging may change between two halves of a run; what is computed may not."""
-    now = json.loads(json.dumps(recipe.to_dict()))
+    saved, now = manifest["recipe"], json.loads(json.dumps(recipe.to_dict()))
     fixed = {
         "model": None,
         "optimizer": None,
@@ -212,13 +227,21 @@ def _check_same_run(saved: dict[str, Any], recipe: Recipe, path: str) -> None:
         "batch": ("rows",),
         "run": ("seed", "precision", "z_loss"),
     }
+    remedy = "give the run another checkpoint.directory, or the old value"
     for table, keys in fixed.items():
         for key in keys or saved[table]:
             if saved[table].get(key) != now[table].get(key):
                 raise ValueError(
-                    f"{path} was trained with {table}.{key} = {saved[table].get(key)!r}, this recipe says {now[table].get(key)!r}: "
-                    "give the run another checkpoint.directory, or the old value"
+                    f"{path} was trained with {table}.{key} = {saved[table].get(key)!r}, this recipe says {now[table].get(key)!r}: {remedy}"
                 )
+    wirings = [trained_wiring(each).spec for each in (Recipe.from_dict(saved, path), recipe)]
+    if wirings[0] != wirings[1]:  # where ranks hold unlike streams, their number is part of what is computed
+        raise ValueError(
+            f"{path} was trained as {wirings[0]}, and parallel.tp {recipe.parallel.tp} with parallel.emulate_ranks "
+            f"{recipe.parallel.emulate_ranks} would go on as {wirings[1]}: {remedy}"
+        )
+    if manifest.get("data", data) != data:
+        raise ValueError(f"{path} was trained on other data than {recipe.data.train} holds now: {remedy}")
 
 
 def _fingerprint(path: Path) -> list[Any]:

@@ -6,6 +6,7 @@ resumes from, so the file reads as if it had never stopped.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 from pathlib import Path
@@ -39,7 +40,12 @@ class Logs:
                 import wandb
             except ImportError:
                 raise ValueError("log.wandb is set, but wandb is not installed: pip install wandb, or remove it") from None
-            self.wandb = wandb.init(project=recipe.log.wandb, name=recipe.name, config=recipe.to_dict(), resume="allow")
+            same = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[
+                :16
+            ]  # so that a resumed run goes on in its own curves
+            self.wandb = wandb.init(
+                project=recipe.log.wandb, name=recipe.name, id=same, config=recipe.to_dict(), resume="allow"
+            )
 
     def event(self, kind: str, step: int, **values: Any) -> None:
         """``values`` are numbers or text; ``step`` counts finished steps."""

@@ -11,6 +11,7 @@ is none) need no state of their own. So a run that is killed and started again g
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -64,21 +65,23 @@ class Loop:
         self.valid_rows = open_rows(recipe, "valid", shuffle=False, verify=verify) if recipe.data.valid else None
         layout.world.check_software()
         layout.world.check_same("the recipe", json.dumps(recipe.to_dict(), sort_keys=True))
-        layout.world.check_same("the training data", json.dumps(self.train_rows.corpus.index(), sort_keys=True))
+        index = json.dumps(self.train_rows.corpus.index(), sort_keys=True)  # holds the checksums of all shards
+        layout.world.check_same("the training data", index)
         # FSDP warns of outputs that are views: nothing here writes into a layer's output.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         torch.manual_seed(recipe.run.seed)
         self.trained: NextToken = build(recipe, layout)
         self.optimizer = ShardedAdamW(self.trained, recipe.optimizer, layout)
         directory, corpus = recipe.directory, self.train_rows.corpus
-        self.about = {"end_of_document": corpus.end_of_document, "tokenizer": corpus.tokenizer.get("source")}
+        data = hashlib.sha256(index.encode()).hexdigest()
+        self.about = {"end_of_document": corpus.end_of_document, "tokenizer": corpus.tokenizer.get("source"), "data": data}
         self.checkpoints = Checkpoints(directory / "checkpoints", layout, keep=recipe.checkpoint.keep)
         if resume == "never" and self.checkpoints.found():
             raise ValueError(
                 f"{directory} holds a run already: give another checkpoint.directory, or resume it (--resume auto)"
             )
         self.messages: list[str] = []
-        self.step = self.checkpoints.load(self.trained, self.optimizer, recipe, self.messages.append)
+        self.step = self.checkpoints.load(self.trained, self.optimizer, recipe, data, self.messages.append)
         self.logs = Logs(recipe, directory, start=self.step, active=layout.world.is_main, quiet=quiet)
         for message in self.messages:
             self.logs.say(message)
@@ -147,6 +150,7 @@ class Loop:
         norms = torch.stack([norm for _, _, norm in self.pending]).tolist()
         for (step, _, _), loss, norm in zip(self.pending, losses, norms, strict=True):
             if not (math.isfinite(loss) and math.isfinite(norm)):
+                self.checkpoints.wait()  # one may still be on its way to the disk
                 newest = self.checkpoints.newest()
                 where = f"the newest checkpoint, {newest}, is from before" if newest else "there is no checkpoint yet"
                 raise Diverged(

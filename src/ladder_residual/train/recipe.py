@@ -77,7 +77,7 @@ class Data:
     sequence: int = 2048
     seed: int | None = None  # of the order of rows; default: the run's seed
     document_attention: bool = False  # attention stays inside documents
-    verify: str = "sizes"  # of the shards, before the first step: sizes, or checksums (reads them all)
+    verify: str = "checksums"  # of the shards, before the first step: one rank reads them all; or only their sizes
 
 
 @dataclass(frozen=True, kw_only=True)

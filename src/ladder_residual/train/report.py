@@ -173,13 +173,15 @@ def _at(curve: Sequence[Sequence[float]], step: float) -> float:
 
 def speed_table(document: Mapping[str, Any]) -> str:
     lines = [
-        "| model | sequence | rows | standard tokens/s | MFU | ladder tokens/s | MFU | ladder / standard |",
-        "|---|---|---|---|---|---|---|---|",
+        "| model | sequence | rows | standard tokens/s | ms a step | MFU | ladder tokens/s | ms a step | MFU | ladder / standard |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in document["rows"]:
         cells = [f"{row['parameters'] / 1e6:.0f}M ({row['shape']})", str(row["sequence"]), str(row["rows"])]
         for wiring in ("standard", "ladder"):
-            cells += [f"{row[wiring]['tokens_per_s']:,.0f}", f"{row[wiring]['mfu']:.1%}" if "mfu" in row[wiring] else ""]
+            found = row[wiring]
+            rounds = f"{found['step_ms']:.1f} ({min(found['all_ms']):.1f}-{max(found['all_ms']):.1f})"
+            cells += [f"{found['tokens_per_s']:,.0f}", rounds, f"{found['mfu']:.1%}" if "mfu" in found else ""]
         lines.append("| " + " | ".join([*cells, f"{row['ladder_over_standard']:.3f}"]) + " |")
     return "\n".join(lines) + "\n"
 
