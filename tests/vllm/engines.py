@@ -78,8 +78,9 @@ def run_job(job: dict[str, Any]) -> dict[str, Any]:
     inputs: list[Any] = [{"prompt_token_ids": ids} for ids in job["prompts"]]
     lora = LoRARequest("adapter", 1, job["lora"]) if "lora" in job else None
     try:
-        # One after the other where a later prompt is to find an earlier one's cache, otherwise as one batch.
-        batches = [[one] for one in inputs] if job.get("in_turn") else [inputs]
+        # As one batch, but for the last ``in_turn`` of them: a later prompt is to find an earlier one's cache.
+        together = len(inputs) - job.get("in_turn", 0)
+        batches = [batch for batch in (inputs[:together], *([one] for one in inputs[together:])) if batch]
         answers = [answer for batch in batches for answer in llm.generate(batch, sampling, lora_request=lora, use_tqdm=False)]
         ops = _count_ops(llm, inputs, sampling) if job.get("count_ops") else None
         counters = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()} if job.get("metrics") else {}

@@ -53,7 +53,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     chunks = {"max_num_batched_tokens": 32, "max_num_seqs": 4, "enable_chunked_prefill": True}
     add("chunked prefill", ladder, prompts=tiny.prompts(100, 7, 90), engine=chunks)
     caching = {"enable_prefix_caching": True, "block_size": 32}
-    add("prefix caching", ladder, prompts=tiny.prompts(80, 90, 75, shared=70), engine=caching, in_turn=True)
+    add("prefix caching", ladder, prompts=tiny.prompts(80, 90, 75, shared=70), engine=caching, in_turn=3)
     eight_bits = folder / "int8"
     add("int8", eight_bits, tiny.quantised(eight_bits, ladder))
 

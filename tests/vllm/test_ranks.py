@@ -18,6 +18,13 @@ COMPILED: dict[str, Any] = {"enforce_eager": False}
 # every model in stages, its own included, fails at the first request.
 TRACED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 PROMPTS = tiny.prompts(5, 17, 40, 3)
+FAMILIES = ("mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # beside Llama
+# All the scheduler does, in one engine. A step takes 32 tokens, so longer prompts come in pieces. 11 blocks of 32 tokens are fewer than
+# the crowd needs, so some sequences give way and come back. Prompts with one beginning then find it in the cache.
+CROWDED: dict[str, Any] = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True, "enable_prefix_caching": True}
+CROWDED |= {"num_gpu_blocks_override": 11, "block_size": 32, "disable_log_stats": False}
+CROWD = tiny.prompts(64, 60, 5, 33, 50, 61, 17, 58)
+ONE_BEGINNING = tiny.prompts(80, 90, 75, shared=70)
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +32,22 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     jobs: dict[str, dict[str, Any]] = {}
     expected: dict[str, list[list[int]]] = {}
 
-    def add(name: str, model: Path, engine: dict[str, Any], reference: Any = None, **job: Any) -> None:
-        jobs[name] = {"model": str(model), "prompts": PROMPTS, "engine": engine, **job}
-        expected[name] = tiny.greedy(reference or model, PROMPTS)
+    def add(
+        name: str, model: Path, engine: dict[str, Any], reference: Any = None, prompts: list[list[int]] = PROMPTS, **job: Any
+    ) -> None:
+        jobs[name] = {"model": str(model), "prompts": prompts, "engine": engine, **job}
+        expected[name] = tiny.greedy(reference or model, prompts)
 
     ladder = tiny.rewired(folder, "ladder")
     # Biases of row-parallel projections belong to the sum once; layers 1 and 2 of four: both borders, and the stages' border, count.
     hybrid = tiny.rewired(folder, "ladder:1-2", attention_bias=True, mlp_bias=True)
     add("tp2 ladder eager", ladder, TWO_RANKS)
-    add("tp2 ladder compiled", ladder, TWO_RANKS | COMPILED)
+    # As deep as torch's compiler needs to go wrong on one rank (vllm_plugin/inductor.py): from 6 layers on.
+    add("tp2 ladder compiled", tiny.rewired(folder, "ladder", layers=8), TWO_RANKS | COMPILED)
     add("tp2 hybrid compiled", hybrid, TWO_RANKS | COMPILED)
-    add("tp2 mixtral", tiny.rewired(folder, "ladder", "mixtral"), TWO_RANKS)
+    for family in FAMILIES:
+        add(f"tp2 {family}", tiny.rewired(folder, "ladder", family), TWO_RANKS)
+    add("tp2 scheduler", ladder, TWO_RANKS | CROWDED, prompts=CROWD + ONE_BEGINNING, in_turn=len(ONE_BEGINNING), metrics=True)
     adapter = folder / "adapter"
     merged = tiny.lora_adapter(adapter, ladder)
     lora = TWO_RANKS | {"enable_lora": True, "max_lora_rank": tiny.LORA_RANK, "max_loras": 1}
@@ -60,7 +72,8 @@ EXACT = [
     "tp2 ladder eager",
     "tp2 ladder compiled",
     "tp2 hybrid compiled",
-    "tp2 mixtral",
+    *(f"tp2 {family}" for family in FAMILIES),
+    "tp2 scheduler",
     "tp2 lora",
     "tp2 standard",
     "tp2 desync",
@@ -77,3 +90,9 @@ def test_tokens_equal_the_packages_own(runs: dict[str, dict[str, Any]], name: st
     assert "error" not in run, run["error"] + run["log"]
     assert run["tokens"] == run["expected"]
     assert run["architectures"][0].startswith("Ladder")
+
+
+def test_the_scheduler_had_to_preempt_and_found_a_prefix(runs: dict[str, dict[str, Any]]) -> None:
+    run = runs["tp2 scheduler"]
+    assert run["preemptions"] > 0
+    assert run["cached"][-2:] == [64, 64]  # two blocks of 32 of the 70 tokens in common
