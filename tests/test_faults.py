@@ -191,7 +191,8 @@ def test_training_is_killed_and_goes_on(tmp_path):
     job, chance = TrainJob(tmp_path, steps=30, timeout=5.0), random.Random(3)
     duration = training.undisturbed(job)
     for elastic in (True, False):
-        outcome = training.random_kill(job, duration, chance, elastic)
+        attempts = (training.random_kill(job, duration, chance, elastic) for _ in range(3))
+        outcome = next(filter(None, attempts))  # a moment may come when the run has ended
         assert outcome.as_said, outcome.wrong
     faults = [training.stopped, training.killed_while_saving]
     for fault in [*faults, training.full_disk] if os.geteuid() == 0 else faults:

@@ -26,7 +26,7 @@ def run_campaign(
         duration = generating.undisturbed(job)
         faults = generating.named_faults(job)
 
-        def kill() -> Outcome:
+        def kill() -> Outcome | None:
             return generating.random_kill(job, duration, chance)
     else:
         from . import training
@@ -38,7 +38,7 @@ def run_campaign(
         faults = training.named_faults(*layouts)
         turns = itertools.count()
 
-        def kill() -> Outcome:
+        def kill() -> Outcome | None:
             """By turns: restarted by torchrun and by hand, twice with the model cut over the ranks, twice with a copy on each."""
             turn = next(turns)
             layout = turn // 2 % 2
@@ -47,7 +47,8 @@ def run_campaign(
             return training.random_kill(layouts[layout], durations[layout], chance, elastic=turn % 2 == 0)
 
     chosen = _chosen(named, [name for name, _, _ in faults])
-    kills = [_told(kill(), say) for _ in range(rounds)]
+    attempts = (kill() for _ in range(3 * rounds))  # one that comes too late, when the run has ended, does not count
+    kills = [_told(outcome, say) for outcome in itertools.islice(filter(None, attempts), rounds)]
     not_tried = {name: why for name, why, _ in faults if name in chosen and why}
     others = [_told(how(), say) for name, why, how in faults if name in chosen and not why]
     return {

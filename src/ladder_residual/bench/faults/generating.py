@@ -39,20 +39,18 @@ def undisturbed(job: GenerateJob) -> float:
     return seconds
 
 
-def random_kill(job: GenerateJob, duration: float, random_source: random.Random) -> Outcome:
-    """SIGKILL to one of two ranks at a random moment of a run that would last ``duration``."""
-    victim, moment = random_source.randrange(2), random_source.uniform(0, 0.9 * duration)
+def random_kill(job: GenerateJob, duration: float, chance: random.Random) -> Outcome | None:
+    """SIGKILL to one of two ranks at a random moment of a run that would last ``duration``; None if that was too late for it."""
+    victim = chance.randrange(2)
     job.prepare()
     with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
         run.wait_for(lambda: len(run.ranks()) == 2, START_SECONDS, "two ranks were there")
-        time.sleep(moment)
-        stage = f"after {len(job.lines())} of {job.prompts} prompts"
-        outcome = Outcome("SIGKILL", f"rank {victim}, {moment:.1f} s after its start, {stage}")
+        moment = run.wait_for_a_moment(chance, duration / 2, lambda: len(job.lines()), job.prompts)
+        outcome = Outcome("SIGKILL", f"rank {victim}, {moment} prompts")
         held = run.traces()
         pid = run.ranks().get(victim)
-        if pid is None:  # the run was faster than the undisturbed one
-            outcome.wrong.append("nothing was left to kill")
-            return outcome
+        if pid is None:
+            return None
         os.kill(pid, signal.SIGKILL)
         bound = job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
         outcome.ended_after_s = run.end(bound)

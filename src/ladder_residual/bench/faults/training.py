@@ -51,21 +51,20 @@ def copies(job: TrainJob) -> TrainJob:
     return replace(job, tp=1, dp=job.ranks, reference={})
 
 
-def random_kill(job: TrainJob, duration: float, chance: random.Random, elastic: bool) -> Outcome:
-    """SIGKILL to one of the ranks at a random moment. ``elastic``: torchrun starts all again by itself; else a user does."""
-    victim, moment = chance.randrange(job.ranks), chance.uniform(0, 0.9 * duration)
+def random_kill(job: TrainJob, duration: float, chance: random.Random, elastic: bool) -> Outcome | None:
+    """SIGKILL to one of the ranks at a random moment; None if that was too late for it. ``elastic``: torchrun starts all again by
+    itself; else a user does."""
+    victim = chance.randrange(job.ranks)
     job.prepare()
     command = elastic_command(job) if elastic else [*LADDER, *job.arguments()]
     with WatchedRun([command], job.directory, {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}) as run:
         all_started(run, job)
-        time.sleep(moment)
-        held, ranks, steps = run.traces(), run.ranks(), len(job.losses())
+        moment = run.wait_for_a_moment(chance, duration / 2, lambda: len(job.losses()), job.steps)
+        held, ranks = run.traces(), run.ranks()
         how = "restarted by torchrun" if elastic else "started again by hand"
-        layout = f"dp {job.dp} x tp {job.tp}"
-        outcome = Outcome("SIGKILL", f"rank {victim} ({layout}), {moment:.1f} s after its start, after {steps} steps, {how}")
+        outcome = Outcome("SIGKILL", f"rank {victim} (dp {job.dp} x tp {job.tp}), {moment} steps, {how}")
         if victim not in ranks:
-            outcome.wrong.append("nothing was left to kill")
-            return outcome
+            return None
         os.kill(ranks[victim], signal.SIGKILL)
         if elastic:
             outcome.bound_s = job.timeout + LAUNCHER_SECONDS + START_SECONDS

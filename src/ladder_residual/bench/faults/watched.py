@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import subprocess
 import tempfile
@@ -82,6 +83,19 @@ class WatchedRun:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"{what}: not within {within:.0f} s:\n{self.text()[-2000:]}")
             time.sleep(0.02)
+
+    def wait_for_a_moment(self, chance: random.Random, startup: float, done: Callable[[], int], work: int) -> str:
+        """Any moment of a run: sometimes within its ``startup`` seconds, mostly after a random part of its ``work``; in words."""
+        began = time.monotonic()
+        if chance.random() < 0.3:
+            seconds = chance.uniform(0, startup)
+            while time.monotonic() - began < seconds and not done():
+                time.sleep(0.01)
+        else:
+            part = chance.randrange(1, work)
+            while done() < part and any(process.poll() is None for process in self.processes):
+                time.sleep(0.01)
+        return f"{time.monotonic() - began:.1f} s after its start, after {done()} of {work}"
 
     def end(self, within: float) -> float | None:
         """Seconds until every command has ended; None if one has not ``within`` so many."""
