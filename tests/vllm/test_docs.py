@@ -1,5 +1,5 @@
 """The page docs/serving.md: its tables are what the planner and the results say, its other commands parse. (Those that convert and
-serve are run by test_server.py and test_nodes.py.)"""
+serve are run by test_server.py and test_nodes.py, three of those that measure by test_server.py and test_bench.py.)"""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def test_the_tables_are_what_the_planner_and_the_results_say() -> None:
 
 @pytest.mark.parametrize("command", guide.commands("Measuring"))
 def test_the_measuring_commands_parse(command: str) -> None:
-    """They take many minutes; what each does is run elsewhere, in small."""
+    """They take many minutes. In small, test_server.py runs the one with --url, test_bench.py those with --link 1ms and of one rank;
+    the other two only parse here."""
     program, group, name, *rest = shlex.split(command)
     assert (program, group) == ("ladder", "bench")
     parser = typer.main.get_command(app).commands["bench"].commands[name]
