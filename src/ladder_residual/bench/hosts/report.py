@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from typing import Any
 
 _EXPLAINED = """\
-Each result was made by `ladder bench hosts --links four ...` (`docs/operations.md` has the commands). Every host is a network
+Each result was made by `ladder bench hosts` (`docs/operations.md` has the commands). Every host is a network
 namespace with an address of its own, torchrun runs on each, and all wirings of a row were measured in one run, turn by turn.
 *Compute* is the step without sums (the logits are gathered in it, as in every other wiring), *communication* the step's sums one
 after another, the *bound* the larger of the two; *hidden* is the share of what standard spends beyond compute that ladder does
-not. parallel runs with the same weights and one norm less: only its speed means something here. The *load before* a run is that of
-other work on the machine: above a few tenths the figures say more about that work than about the link."""
+not. parallel runs with the same weights and one norm less: only its speed means something here. The *load before* a run
+is the system's average over a minute, in which the link measured before has its part.
+
+The bound is out of reach where compute and communication are about equal: a sum has the time of the *next* module to travel in, and
+modules are not equally long. What hides under a long MLP sticks out beside a short attention."""
 _SUMS_EXPLAINED = """\
 Median milliseconds of one sum between the hosts: partials exchanged whole over sockets and added locally (one trip), the same
 with partials rounded to bfloat16, and gloo's all-reduce (two trips). *Exchanged below* is what `--exchange measured` chooses."""
