@@ -315,7 +315,7 @@ def test_two_runs_cannot_write_the_same_directory(tmp_path, made):
         (
             "bad.jsonl",
             b'{"text": "a"}\n{"text": 7}\n',
-            r"bad\.jsonl, line 2: the field 'text' is no text but int, 1 characters long$",
+            r"bad\.jsonl, line 2: the field 'text' is no text but a int of 1 characters$",
         ),
         ("bad.jsonl", b'{"body": "a"}\n', r"line 1: has neither 'text', .*its fields are body; .*--text-field"),
         ("bad.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "the tokenizer has no chat template"),

@@ -7,7 +7,9 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -16,7 +18,7 @@ from transformers import AutoModelForCausalLM
 import tiny_training
 from ladder_residual.loading import set_reducers
 from ladder_residual.train import loop as loop_module
-from ladder_residual.train.checkpoints import SaveFailed, check_files, complete_checkpoints
+from ladder_residual.train.checkpoints import MANIFEST, SaveFailed, check_files, complete_checkpoints
 from ladder_residual.train.export import export
 from ladder_residual.train.layout import arranged
 from ladder_residual.train.loop import Diverged, Loop, train
@@ -233,6 +235,21 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(damage, corp
     assert check_files(newest) == ""  # written again
     assert newest.with_name("step-00000020.damaged").is_dir()  # and what was there is kept
     assert export(tmp_path / "run", tmp_path / "exported") == newest
+
+
+def resumed_with_another_checkpoint_on_rank_1(world, document):
+    read = Path.read_text
+
+    def other(path, *arguments, **options):
+        return read(path, *arguments, **options) + (" " if path.name == MANIFEST and world.rank == 1 else "")
+
+    with patch.object(Path, "read_text", other), pytest.raises(ValueError, match="the checkpoint .* of rank 1 on .* differs"):
+        train_on_ranks(world, [document])
+
+
+def test_ranks_that_see_unlike_checkpoints_refuse(corpus, alone, tmp_path):
+    shutil.copytree(alone["ladder"], tmp_path / "run")
+    run_on_ranks(2, resumed_with_another_checkpoint_on_rank_1, tiny_recipe(corpus, tmp_path / "run", parallel=dict(tp=2)))
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(corpus, tmp_path):

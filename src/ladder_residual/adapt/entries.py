@@ -18,6 +18,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from ..corpus.sources import kind_and_size
+
 END_OF_TEXT = "<|endoftext|>"
 _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 _PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("prompt", "response"))
@@ -124,20 +126,15 @@ def entry_of(row: Mapping[str, Any], where: str) -> Entry:
 
 def _string(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{where}: {name} must be text, not empty; got {_kind_and_size(value)}")
+        raise ValueError(f"{where}: {name} must be text, not empty; got {kind_and_size(value)}")
     return value
-
-
-def _kind_and_size(value: Any) -> str:
-    """Texts are not repeated in errors."""
-    return f"a {type(value).__name__} of {len(str(value))} characters"
 
 
 def _messages(turns: list[Any], where: str) -> list[dict[str, str]]:
     messages = []
     for turn in turns:
         if not isinstance(turn, dict):
-            raise ValueError(f"{where}: a message is an object with role and content, got {_kind_and_size(turn)}")
+            raise ValueError(f"{where}: a message is an object with role and content, got {kind_and_size(turn)}")
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
         if role not in _ROLES:
             raise ValueError(f"{where}: unknown role {role!r:.40}; expected {', '.join(_ROLES)}")

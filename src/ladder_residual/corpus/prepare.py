@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .shards import INDEX, Corpus
-from .sources import PIECE, Record, Source, SourceOptions, find_sources
+from .sources import PIECE, Record, Source, SourceOptions, find_sources, kind_and_size
 from .writing import DEFAULT_SHARD_TOKENS, CorpusWriter, discard_corpus
 
 _BATCH_CHARACTERS = 1 << 18  # of text handed to a worker at once
@@ -148,10 +148,7 @@ def to_items(record: Record, text_fields: tuple[str, ...], tokenizer: Any, diges
     if all(name in row for name in text_fields):
         for name in text_fields:
             if not isinstance(row[name], str):
-                found = row[name]
-                raise ValueError(
-                    f"{place}: the field {name!r} is no text but {type(found).__name__}, {len(str(found))} characters long"
-                )
+                raise ValueError(f"{place}: the field {name!r} is no text but {kind_and_size(row[name])}")
         text, first = "\n".join(row[name] for name in text_fields), record.first
     elif isinstance(row.get("messages"), list):
         text, first = _chat(row["messages"], place, tokenizer), False

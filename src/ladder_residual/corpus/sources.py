@@ -137,6 +137,11 @@ def _text(name: str, lines: IO[str], separator: str | None) -> Iterator[Record]:
         yield Record(f"{name}, document {number}", {"text": "".join(kept)}, first)
 
 
+def kind_and_size(value: Any) -> str:
+    """For errors, which do not repeat the texts they are about."""
+    return f"a {type(value).__name__} of {len(str(value))} characters"
+
+
 def _json_lines(name: str, lines: IO[str]) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
@@ -146,8 +151,7 @@ def _json_lines(name: str, lines: IO[str]) -> Iterator[Record]:
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{name}, line {number}: not JSON: {error}") from error
         if not isinstance(row, dict):
-            found = f"a {type(row).__name__} of {len(line.strip())} characters"  # and not the text itself
-            raise ValueError(f"{name}, line {number}: expected an object, got {found}")
+            raise ValueError(f"{name}, line {number}: expected an object, got {kind_and_size(row)}")
         yield Record(f"{name}, line {number}", row)
 
 
