@@ -54,6 +54,8 @@ class Bench:
         self.stores = {
             path.name.removesuffix(".npy"): load_rows(path) for path in rows.glob("*.npy") if ".use" not in path.name
         }
+        self.corrected: dict[str, torch.Tensor] = {}
+        self.corrected_tokens = 0
         self.talking: list[subprocess.Popen[bytes]] = []
         self.compile, self.graphs = compile, graphs and world.device.type == "cuda"
         self.sequence = next(iter(self.stores.values())).ids.shape[1]
@@ -88,6 +90,13 @@ class Bench:
         self.compute = decoder_layers(self.models.student)[0].compute
         self.original = {name: tensor.detach().clone() for name, tensor in self.models.student.state_dict().items()}
         self.log(f"models loaded in {time.monotonic() - began:.1f} s")
+
+    def correct_teacher(self, weights: Path, tokens: int) -> None:
+        """Runs marked ``corrected`` learn from, and begin with, weights that were trained on the same text first."""
+        from safetensors.torch import load_file
+
+        self.corrected = load_file(weights / "model.safetensors", device=str(self.world.device))
+        self.corrected_tokens = tokens
 
     def measure_original(self) -> None:
         """The unchanged model on the held-out texts: what healing aims at."""
@@ -126,6 +135,7 @@ class Bench:
         keep: bool = False,
         eager: bool = False,
         final_rows: int = 256,
+        corrected: bool = False,
         **changes: Any,
     ) -> dict[str, Any]:
         settings = self.settings(wiring, **changes)
@@ -135,7 +145,9 @@ class Bench:
         if eager:
             settings = replace(settings, graphs=False)
         detach(student)
-        student.load_state_dict(self.original)
+        put(student, self.original)
+        assert self.models.teacher is not None
+        put(self.models.teacher, self.corrected if corrected else self.original)
         rewire(student, wiring)
         rows = MixedRows(
             [self.stores[source.path] for source in settings.data],
@@ -156,6 +168,8 @@ class Bench:
         trainer.add_callback(clock)
         problem = None
         before = {text: trainer.measure(store, final_rows) for text, store in heldout.items()}
+        if corrected:
+            put(student, self.corrected)  # measured before as zero-shot: the original's weights
         try:
             trainer.train()
         except ValueError as error:  # a run that diverges is a result too
@@ -164,6 +178,7 @@ class Bench:
             "name": name,
             "wiring": wiring,
             "tokens": steps * settings.batch_tokens,
+            "corrected_teacher_tokens": self.corrected_tokens if corrected else 0,
             "tokens_per_second": clock.rate(),
             "seconds": clock.total(),
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.world.device.type == "cuda" else None,
@@ -181,6 +196,9 @@ class Bench:
             save_result(trainer, settings, target, self.world)
             result["weights"] = str(target)
         detach(student)
+        if settings.method == "lora":  # the student is the next run's too
+            trainer.model.unload()
+            student.requires_grad_(True)
         trainer.graphed = None
         del trainer
         gc.collect()  # the recorded step holds its memory as long as anything points to it
@@ -202,6 +220,13 @@ class Bench:
 
     def log(self, line: str) -> None:
         print(f"[{time.monotonic() - START:6.1f}] {line}", flush=True)
+
+
+def put(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """In place: compiled code goes on with the new values. A head that shares the embedding's weights is not in a file."""
+    odd = model.load_state_dict(weights, strict=False)
+    if odd.unexpected_keys or set(odd.missing_keys) - {"lm_head.weight"}:
+        raise ValueError(f"these weights are another model's: {odd}")
 
 
 class Clock:

@@ -48,6 +48,7 @@ MOST = MUON | dict(learning_rate=2e-3)
 ALL = MUON | dict(learning_rate=4e-3, warmup=0.03)
 SFT = dict(method="sft", learning_rate=3e-4)
 EQUAL = 4  # million tokens of the runs that compare methods
+CONTROL = f"control sft, {EQUAL}M"  # also the corrected teacher: the original after a short training on the same text
 
 
 def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path | None) -> None:
@@ -56,19 +57,25 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
     stages = bench.stages((1 / 2, 0.4, 0.3, 0.2, 0.13, 0.07, 0.04))
     equal = dict(tokens=EQUAL * million, points=4)
     long = dict(points=12, keep=True)
+    corrected = dict(corrected=True)
+    short_choice = f"distill 15 chosen, {EQUAL}M"
     plan: list[tuple[str, str, dict[str, Any]]] = [
-        ("distill 15 chosen", "chosen half", HALF | long | dict(tokens=48 * million)),
-        ("distill 20 chosen", "chosen most", HALF | long | dict(tokens=48 * million)),
+        (CONTROL, "standard", SFT | equal | dict(keep=True)),
+        (short_choice, "chosen half", HALF | equal),
+        (f"{short_choice}, corrected teacher", "chosen half", HALF | equal | corrected),
+        (f"{short_choice}, corrected teacher alone", "chosen half", HALF | equal | corrected | dict(data_weight=0.0)),
+        ("distill 15 chosen, corrected teacher", "chosen half", HALF | long | corrected | dict(tokens=40 * million)),
+        ("distill 20 chosen, corrected teacher", "chosen most", HALF | long | corrected | dict(tokens=40 * million)),
+        ("distill 15, corrected teacher", half, HALF | long | corrected | dict(tokens=24 * million)),
+        (f"lora 15, {EQUAL}M", half, dict(method="lora", learning_rate=1e-3, eager=True) | equal),
+        (f"{short_choice}, seed 1", "chosen half", HALF | equal | dict(seed=1)),
+        (f"{short_choice}, seed 2", "chosen half", HALF | equal | dict(seed=2)),
+        ("distill 20, corrected teacher", most, MOST | long | corrected | dict(tokens=24 * million)),
         ("distill 15", half, HALF | long | dict(tokens=48 * million)),
         ("distill 30", "ladder", ALL | long | dict(tokens=48 * million)),
         ("distill 20", most, MOST | long | dict(tokens=40 * million)),
         (f"sft 15, {EQUAL}M", half, SFT | equal | dict(keep=True)),
-        (f"control sft, {EQUAL}M", "standard", SFT | equal | dict(keep=True)),
         (f"distill 15, {EQUAL}M", half, HALF | equal | dict(keep=True)),
-        (f"lora 15, {EQUAL}M", half, dict(method="lora", learning_rate=1e-3, eager=True) | equal),
-        (f"distill 15 chosen, {EQUAL}M", "chosen half", HALF | equal),
-        (f"distill 15 chosen, {EQUAL}M, seed 1", "chosen half", HALF | equal | dict(seed=1)),
-        (f"distill 15 chosen, {EQUAL}M, seed 2", "chosen half", HALF | equal | dict(seed=2)),
         (f"distill 30, {EQUAL}M", "ladder", ALL | equal),
         (f"progressive 30, {EQUAL}M", "ladder", ALL | equal | dict(stages=stages, stages_share=0.5)),
         (f"sft 30, {EQUAL}M", "ladder", SFT | dict(learning_rate=1e-3) | equal),
@@ -90,6 +97,8 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         wiring = chosen.get(wiring, wiring)
         if bench.done(name):
             continue
+        if changes.get("corrected") and not bench.corrected:
+            bench.correct_teacher(bench.work / "healed" / CONTROL, EQUAL * million)
         needed = changes["tokens"] / (rate / 2 if changes.get("eager") else rate) + 12
         if time.monotonic() - START + needed > seconds:
             bench.log(f"no time for {name} ({needed:.0f} s)")
