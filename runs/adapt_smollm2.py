@@ -58,19 +58,20 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
     equal = dict(tokens=EQUAL * million, points=4)
     long = dict(points=12, keep=True)
     corrected = dict(corrected=True)
+    alone = corrected | dict(data_weight=0.0)
     short_choice = f"distill 15 chosen, {EQUAL}M"
     plan: list[tuple[str, str, dict[str, Any]]] = [
         (CONTROL, "standard", SFT | equal | dict(keep=True)),
         (short_choice, "chosen half", HALF | equal),
         (f"{short_choice}, corrected teacher", "chosen half", HALF | equal | corrected),
-        (f"{short_choice}, corrected teacher alone", "chosen half", HALF | equal | corrected | dict(data_weight=0.0)),
-        ("distill 15 chosen, corrected teacher", "chosen half", HALF | long | corrected | dict(tokens=40 * million)),
-        ("distill 20 chosen, corrected teacher", "chosen most", HALF | long | corrected | dict(tokens=40 * million)),
-        ("distill 15, corrected teacher", half, HALF | long | corrected | dict(tokens=24 * million)),
+        (f"{short_choice}, corrected teacher alone", "chosen half", HALF | equal | alone),
+        ("distill 15, corrected teacher", half, HALF | long | alone | dict(tokens=40 * million)),
+        ("distill 20, corrected teacher", most, MOST | long | alone | dict(tokens=24 * million)),
+        ("distill 20 chosen, corrected teacher", "chosen most", HALF | long | alone | dict(tokens=24 * million)),
+        ("distill 15 chosen, corrected teacher", "chosen half", HALF | long | alone | dict(tokens=24 * million)),
         (f"lora 15, {EQUAL}M", half, dict(method="lora", learning_rate=1e-3, eager=True) | equal),
-        (f"{short_choice}, seed 1", "chosen half", HALF | equal | dict(seed=1)),
-        (f"{short_choice}, seed 2", "chosen half", HALF | equal | dict(seed=2)),
-        ("distill 20, corrected teacher", most, MOST | long | corrected | dict(tokens=24 * million)),
+        (f"{short_choice}, corrected teacher alone, seed 1", "chosen half", HALF | equal | alone | dict(seed=1)),
+        (f"{short_choice}, corrected teacher alone, seed 2", "chosen half", HALF | equal | alone | dict(seed=2)),
         ("distill 15", half, HALF | long | dict(tokens=48 * million)),
         ("distill 30", "ladder", ALL | long | dict(tokens=48 * million)),
         ("distill 20", most, MOST | long | dict(tokens=40 * million)),
