@@ -38,8 +38,9 @@ def test_nothing_of_the_page_stayed_empty():
 
 def test_a_gap_is_measured_on_the_same_rows():
     results = Results(RESULTS)
-    for layers in (15, 20, 30):
-        run = results.target_run(layers)
+    runs = [run for layers in (15, 20, 30) for run in results.target_runs(layers)]
+    assert len(runs) == 7
+    for run in runs:
         original, before, after = results.losses(run, "wikitext2")
         assert original < after < before
         assert results.closed(run, "wikitext2") == pytest.approx(100 * (before - after) / (before - original))
@@ -49,8 +50,8 @@ def test_a_gap_is_measured_on_the_same_rows():
 def test_the_commands_of_the_page_run_in_their_order(tmp_path):
     text = (ROOT / "docs" / "adaptation.md").read_text(encoding="utf-8")
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    commands = [line for block in re.findall(r"^```bash\n(.*?)^```", text, re.S | re.M) for line in block.splitlines()]
-    assert len(commands) == 5
+    commands = [line for block in re.findall(r"^ *```bash\n(.*?)^ *```", text, re.S | re.M) for line in block.splitlines()]
+    assert len(commands) == 7
     for command in commands:
         program, *words = shlex.split(command)
         assert program == "ladder"
@@ -65,6 +66,7 @@ def test_the_commands_of_the_page_run_in_their_order(tmp_path):
         assert done.returncode == 0, f"{command}\n{done.stdout[-1000:]}\n{done.stderr[-2000:]}"
     assert (tmp_path / "stories-ladder-healed" / "model.safetensors").exists()
     assert (tmp_path / "stories-ladder-control" / "model.safetensors").exists()
+    assert (tmp_path / "stories-corrected-healed" / "model.safetensors").exists()
 
 
 @pytest.mark.slow
@@ -92,9 +94,10 @@ def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
     assert done.returncode == 0, done.stderr[-3000:]
     document = json.loads((tmp_path / "out" / "heal.json").read_text(encoding="utf-8"))
     runs = {run["name"]: run for run in document["runs"]}
-    assert list(runs)[0] == "control sft, 4M"
-    assert {"distill 20 chosen, corrected teacher", "lora 15, 4M", "distill 15 chosen, 4M, seed 2", "distill 15, 4M"} <= set(runs)
-    same = [runs[f"distill 15 chosen, 4M{end}"]["before"]["wikitext2"]["loss"] for end in ("", ", corrected teacher", ", seed 2")]
+    assert next(iter(runs)) == "control sft, 4M"
+    assert {"distill 20 chosen, corrected teacher", "lora 15, 4M", "distill 15, 4M"} <= set(runs)
+    ends = ("", ", corrected teacher", ", corrected teacher alone, seed 2")
+    same = [runs[f"distill 15 chosen, 4M{end}"]["before"]["wikitext2"]["loss"] for end in ends]
     assert max(same) == min(same)  # zero-shot is the original's weights, whatever ran before and whoever teaches
     assert all(run["problem"] is None for run in document["runs"])
     assert document["original"]["wikitext2"]["loss"] > 0

@@ -8,16 +8,20 @@ Everything that is a number comes from the files; the page's words are in ``page
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..config import Wiring
 from ..plan.charts import Chart, Series, chart_svg
 
 TEXTS = {"books_heldout": "books", "wikitext2": "WikiText-2", "samples_heldout": "own samples"}
-# Converted layers: the run, and how much of the gap was to be closed on held-out books and on WikiText-2.
-TARGETS = {15: ("distill 15", 99, 95), 20: ("distill 20", 98, 95), 30: ("distill 30", 97, 90)}
+# Converted layers: how much of the gap was to be closed on held-out books and on WikiText-2, and the runs, the main one first.
+TARGETS = {15: (99, 95), 20: (98, 95), 30: (97, 90)}
+CORRECTED = ", corrected teacher"
+SEEDED = "distill 15 chosen, 4M, corrected teacher alone"
 EARLIER = "heal-first.json"  # the same runs with an earlier recipe
 ORDERS = {"ours": "our choice", "last-k": "last k", "first-k": "first k", "every-other": "every other"}
 
@@ -53,8 +57,15 @@ class Results:
         original, before, after = self.losses(run, text)
         return 100 * (before - after) / (before - original)
 
-    def target_run(self, layers: int) -> dict[str, Any] | None:
-        return self.runs.get(TARGETS[layers][0])
+    def target_runs(self, layers: int) -> list[dict[str, Any]]:
+        """The long runs that convert so many layers, best recipe first."""
+        names = [f"distill {layers}{which}{teacher}" for teacher in (CORRECTED, "") for which in ("", " chosen")]
+        return [self.runs[name] for name in names if name in self.runs]
+
+    def zero_shot_along(self, run: dict[str, Any], text: str) -> float:
+        """Zero-shot on the rows measured during a run. One that begins with corrected weights begins better than zero-shot."""
+        like = (other for other in self.runs.values() if other["wiring"] == run["wiring"])
+        return next(other["curve"][0]["texts"][text]["loss"] for other in like if not other.get("corrected_teacher_tokens"))
 
 
 def _optional(path: Path) -> Any:
@@ -68,32 +79,26 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 def targets(results: Results) -> str:
     rows = []
-    for layers, (_, books, wikitext) in TARGETS.items():
-        for made in (results, results.earlier):
-            if made is None or (run := made.target_run(layers)) is None:
-                continue
-            weight = run["settings"].get("data_weight", 0.0)
-            row = [f"{layers} of {max(TARGETS)}", f"{run['tokens'] / 1e6:.1f}M", f"{weight:g}"]
-            for text, target in (("books_heldout", books), ("wikitext2", wikitext)):
-                closed = made.closed(run, text)
-                verdict = "reached" if closed >= target else f"missed by {target - closed:.1f}"
-                losses = " / ".join(f"{loss:.3f}" for loss in made.losses(run, text))
-                row += [losses, f"{closed:.1f} %", f"{target} %: {verdict}"]
-            rows.append(row)
-    header = [
-        "converted layers",
-        "tokens",
-        "weight of the text's own loss",
-        "books: original / zero-shot / healed",
-        "closed",
-        "target",
-    ]
-    return table([*header, "WikiText-2: original / zero-shot / healed", "closed", "target"], rows)
+    for layers, (books, wikitext) in TARGETS.items():
+        for made in [results, *([results.earlier] if results.earlier else [])]:
+            for run in made.target_runs(layers):
+                which = "all" if layers == max(TARGETS) else "chosen" if "chosen" in run["name"] else "last"
+                correction = run.get("corrected_teacher_tokens", 0)
+                tokens = f"{run['tokens'] / 1e6:.0f}M" + (f" + {correction / 1e6:.0f}M" if correction else "")
+                weight = run["settings"].get("data_weight", 0.0)
+                row = [f"{which} {layers}", "corrected" if correction else "original", tokens, f"{weight:g}"]
+                for text, target in (("books_heldout", books), ("wikitext2", wikitext)):
+                    closed = made.closed(run, text)
+                    verdict = "reached" if closed >= target else f"missed by {target - closed:.1f}"
+                    losses = " / ".join(f"{loss:.3f}" for loss in made.losses(run, text))
+                    row += [losses, f"{closed:.1f} %", f"{target} %: {verdict}"]
+                rows.append(row)
+    header = ["layers", "teacher", "tokens", "weight of the text's own loss", "books: original / zero-shot / healed", "closed"]
+    return table([*header, "target", "WikiText-2: original / zero-shot / healed", "closed", "target"], rows)
 
 
 def measured_on(results: Results) -> str:
-    run = results.target_run(min(TARGETS))
-    assert run is not None
+    run = results.target_runs(min(TARGETS))[0]
     return f"{min(run[when]['wikitext2']['tokens'] for when in ('before', 'after')):,.0f}"
 
 
@@ -101,13 +106,13 @@ def along_the_way(results: Results) -> str:
     """Loss on held-out text against tokens."""
     rows = []
     for layers in TARGETS:
-        if (run := results.target_run(layers)) is None or len(run["curve"]) < 4:
-            continue
+        run = results.target_runs(layers)[0]
         points = run["curve"]
-        shown = [points[round(share * (len(points) - 1))] for share in (0, 0.125, 0.25, 0.5, 0.75, 1)]
+        shown = [points[round(share * (len(points) - 1))] for share in (0.125, 0.25, 0.5, 0.75, 1)]
         for text in ("books_heldout", "wikitext2"):
             cells = [f"{point['texts'][text]['loss']:.3f} ({point['tokens'] / 1e6:.1f}M)" for point in shown]
-            rows.append([str(layers), TEXTS[text], f"{results.original_along(text):.3f}", *cells])
+            ends = [f"{loss:.3f}" for loss in (results.original_along(text), results.zero_shot_along(run, text))]
+            rows.append([run["name"].removeprefix("distill "), TEXTS[text], *ends, *cells])
     return table(["layers", "text", "original", "zero-shot", "", "", "", "", "end"], rows)
 
 
@@ -125,9 +130,19 @@ def methods(results: Results) -> str:
         cells = [f"{found[text]:.3f} ({found[text] - results.original[text]:+.3f})" for text in texts]
         trained = run is not control and run["settings"]["method"] == "sft"
         gaps = [f"{found[text] - control['after'][text]['loss']:+.3f}" for text in texts[:2]] if trained else []
-        rows.append([name, run["wiring"], *cells, " / ".join(gaps)])
+        rows.append([name, str(Wiring.parse(run["wiring"], max(TARGETS))), *cells, " / ".join(gaps)])
     header = ["run", "wiring", *(f"{TEXTS[text]} (to the original)" for text in texts)]
     return table([*header, "to the control: books / WikiText-2"], sorted(rows, key=lambda row: row[1], reverse=True))
+
+
+def seeds(results: Results) -> str:
+    """Mean and standard deviation over the runs that differ in their seed alone."""
+    runs = [run for name, run in results.runs.items() if name == SEEDED or name.startswith(f"{SEEDED}, seed")]
+    parts = []
+    for text in TEXTS:
+        found = [run["after"][text]["loss"] for run in runs]
+        parts.append(f"{TEXTS[text]} {statistics.mean(found):.4f} ± {statistics.stdev(found):.4f}")
+    return f"{len(runs)} seeds of `{SEEDED}`: {', '.join(parts)} (standard deviation).\n"
 
 
 def selection_table(results: Results) -> str:
@@ -193,19 +208,21 @@ def tasks_table(results: Results) -> str:
 
 
 def within_one_error(results: Results) -> str:
-    """For the models healed by distillation: on which tasks they are within one standard error of the original."""
+    """For the models healed by distillation and the control: on which tasks they lost no more than one standard error."""
     if results.tasks is None:
         return ""
     lines = []
     tasks = ("arc_easy", "piqa", "hellaswag", "sciq", "winogrande")
-    for name in ("distill 15", "distill 20", "distill 30"):
+    healed = [run["name"] for layers in TARGETS for run in results.target_runs(layers)]
+    control = [results.control["name"]] if results.control else []
+    for name in (*healed, *control):
         scores = results.tasks["models"].get(name)
         if scores is None:
             continue
-        inside = [task for task in tasks if abs(scores[task]["difference"]) <= scores[task]["stderr"]]
+        inside = [task for task in tasks if scores[task]["difference"] >= -scores[task]["stderr"]]
         outside = [f"{task} ({100 * scores[task]['difference']:+.1f})" for task in tasks if task not in inside]
         lines.append(
-            f"- {name}: {len(inside)} of {len(tasks)} tasks within one standard error"
+            f"- {name}: {len(inside)} of {len(tasks)} tasks within one standard error or above"
             + (f"; outside: {', '.join(outside)}" if outside else "")
         )
     return "\n".join(lines) + "\n"
@@ -226,10 +243,9 @@ def pilots_table(results: Results) -> str:
 def healing_chart(results: Results) -> Chart:
     series = []
     for colour, layers in enumerate(TARGETS):
-        if (run := results.target_run(layers)) is None or len(run["curve"]) < 3:
-            continue
+        run = results.target_runs(layers)[0]
         for text in ("books_heldout", "wikitext2"):
-            start = run["curve"][0]["texts"][text]["loss"]
+            start = results.zero_shot_along(run, text)
             points = [
                 (point["tokens"] / 1e6, 100 * (start - point["texts"][text]["loss"]) / (start - results.original_along(text)))
                 for point in run["curve"][1:]
@@ -269,6 +285,7 @@ FIELDS: dict[str, Callable[[Results], str]] = {
     "measured on": measured_on,
     "along the way": along_the_way,
     "methods": methods,
+    "seeds": seeds,
     "selection": selection_table,
     "tasks": tasks_table,
     "within one error": within_one_error,
