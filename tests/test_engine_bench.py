@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
+from ladder_residual.bench.gpu_peers import PlainDecoder
 from ladder_residual.bench.gpu_report import main, render, spread
-from ladder_residual.engine.emulate import measured_links, parse_link
+from ladder_residual.config import Wiring
+from ladder_residual.engine.emulate import measured_links, parse_emulation, parse_link
+from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.spec import EngineSpec, RankSizes
+from ladder_residual.engine.weights import random_weights, stack_weights
+from ladder_residual.generate import with_engine
+from ladder_residual.loading import load_model
+from ladder_residual.parallel import World
 from ladder_residual.presets import ModelShape, presets
 
 ROOT = Path(__file__).parent.parent
@@ -118,3 +127,49 @@ def test_models_named_in_runs_exist() -> None:
     for name, tp in module.MODELS:
         RankSizes.of(presets()[name], tp, tp - 1)
         EngineSpec.from_shape(presets()[name])
+
+
+@pytest.mark.parametrize(
+    ("text", "tp", "microseconds"),
+    [("tp=8,link=24us", 8, 24.0), ("tp=4, link=h200-nccl", 4, None), ("tp=16,alpha=10,beta=100", 16, 10 + 16384e-5)],
+)
+def test_an_emulated_rank_is_said_in_one_option(text, tp, microseconds):
+    found = parse_emulation(text)
+    assert found.tp == tp
+    assert found.link.microseconds(16384) == (microseconds or parse_link("h200-nccl", tp=4).microseconds(16384))
+    assert str(found).startswith(f"emulated rank of tp={tp}, link ")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "tp=8", "link=24us", "tp=1,link=24us", "tp=x,link=24us", "tp=8,link=24us,speed=2", "tp=8,link=slow"]
+)
+def test_a_bad_emulation_names_itself(text):
+    with pytest.raises(ValueError, match=r"cannot emulate|unknown link"):
+        parse_emulation(text)
+
+
+def test_an_emulated_rank_holds_the_first_shard(demo_dir):
+    """What `generate --emulate` hands to the engine: rank 0's weights, with nobody else there."""
+    shard, whole = load_model(demo_dir, World(size=2, emulated=True)), load_model(demo_dir)
+    parts, all_of = dict(shard.named_parameters()), dict(whole.named_parameters())
+    for name, rows in (("model.layers.1.mlp.gate_proj.weight", 0), ("model.layers.1.self_attn.o_proj.weight", 1)):
+        torch.testing.assert_close(parts[name], all_of[name].chunk(2, dim=rows)[0])
+    with pytest.raises(ValueError, match="--emulate needs the CUDA engine and a GPU"):
+        with_engine(
+            shard, World(size=2, emulated=True), "auto", batch=1, context=64, beams=1, schedule="auto", link=parse_link("24us")
+        )
+
+
+def test_the_plain_peer_computes_what_the_slow_twin_does():
+    """A peer that computed something else would be no peer."""
+    shape = ModelShape(
+        family="llama", hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=64, vocab_size=97
+    )  # fmt: skip
+    spec, sizes = EngineSpec.from_shape(shape), RankSizes.of(shape, 1, 0)
+    weights = stack_weights(spec, sizes, random_weights(spec, 1, 0, torch.float32, "cpu"))
+    peer = PlainDecoder(spec, sizes, weights, batch=3, max_context=8)
+    reference = ReferenceDecoder(spec, Wiring.parse("standard", 3), [weights], tp=1)
+    for tokens in torch.randint(0, 97, (5, 3), generator=torch.Generator().manual_seed(4)):
+        torch.testing.assert_close(peer.step(tokens), reference.forward(tokens[:, None])[:, 0], rtol=1e-4, atol=1e-5)
+    with pytest.raises(ValueError, match="not that of qwen3"):
+        PlainDecoder(EngineSpec.from_shape(replace(shape, family="qwen3")), sizes, weights, batch=1, max_context=8)

@@ -11,7 +11,7 @@ from ladder_residual.engine.execute import RING, Executor
 from ladder_residual.engine.prefill_ops import PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
-from ladder_residual.engine.schedule import can_run_two_lanes, plan_steps
+from ladder_residual.engine.schedule import SCHEDULES, can_run_two_lanes, plan_steps
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.streams import RecordingStreams
 from ladder_residual.engine.weights import random_weights, stack_weights
@@ -46,7 +46,7 @@ class Announced(NoReducer):
         total.copy_(message)
 
 
-def run(wiring: Wiring, lanes: int, tp: int, rank: int, tokens: torch.Tensor, reducer=None):
+def run(wiring: Wiring, schedule: str, tp: int, rank: int, tokens: torch.Tensor, reducer=None):
     spec = EngineSpec.from_shape(SHAPE)
     sizes = RankSizes.of(SHAPE, tp, rank)
     weights = stack_weights(spec, sizes, random_weights(spec, tp, rank, torch.float32, "cpu"))
@@ -54,7 +54,7 @@ def run(wiring: Wiring, lanes: int, tp: int, rank: int, tokens: torch.Tensor, re
     cache = KVCache(spec, sizes, batch, 16, torch.float32, "cpu")
     streams = RecordingStreams()
     executor = Executor(
-        plan_steps(wiring, lanes=lanes), PrefillOps(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
+        plan_steps(wiring, **SCHEDULES[schedule]), PrefillOps(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
         rows=batch * steps, hidden=SHAPE.hidden_size, tp=tp, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     logits = torch.full((batch * steps, sizes.vocab_rows), float("nan"))
@@ -64,14 +64,14 @@ def run(wiring: Wiring, lanes: int, tp: int, rank: int, tokens: torch.Tensor, re
 
 
 @pytest.mark.parametrize("spec", WIRINGS)
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("announced", [False, True])
-def test_every_schedule_computes_the_recurrence(spec: str, lanes: int, announced: bool) -> None:
+def test_every_schedule_computes_the_recurrence(spec: str, schedule: str, announced: bool) -> None:
     wiring = Wiring.parse(spec, LAYERS)
-    if lanes == 2 and not can_run_two_lanes(wiring):
+    if schedule != "one" and not can_run_two_lanes(wiring):
         pytest.skip("one chain only")
     tokens = torch.randint(0, SHAPE.vocab_size, (3, 5), generator=torch.Generator().manual_seed(1))
-    logits, reference, _ = run(wiring, lanes, tp=2, rank=1, tokens=tokens, reducer=Announced() if announced else None)
+    logits, reference, _ = run(wiring, schedule, tp=2, rank=1, tokens=tokens, reducer=Announced() if announced else None)
     torch.testing.assert_close(logits, reference, rtol=1e-4, atol=1e-5)
 
 
@@ -79,8 +79,8 @@ def test_every_schedule_computes_the_recurrence(spec: str, lanes: int, announced
 def test_wirings_differ_from_standard(spec: str) -> None:
     """If they did not, the comparison above would prove nothing."""
     tokens = torch.randint(0, SHAPE.vocab_size, (2, 4), generator=torch.Generator().manual_seed(2))
-    _, standard, _ = run(Wiring.parse("standard", LAYERS), 1, 2, 0, tokens)
-    _, other, _ = run(Wiring.parse(spec, LAYERS), 1, 2, 0, tokens)
+    _, standard, _ = run(Wiring.parse("standard", LAYERS), "one", 2, 0, tokens)
+    _, other, _ = run(Wiring.parse(spec, LAYERS), "one", 2, 0, tokens)
     differs = (standard - other).norm() / standard.norm() > 1e-2
     assert differs == (spec != "no-comm")  # one shard alone: nothing is lost by not summing
 
@@ -123,7 +123,7 @@ def _slice(whole: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, torc
 def test_one_lane_ladder_hides_every_sum() -> None:
     """Between the start of a sum and the wait for it, another module computes on the main stream."""
     tokens = torch.zeros(1, 1, dtype=torch.long)
-    *_, log = run(Wiring.parse("ladder", LAYERS), 1, 2, 0, tokens, reducer=Announced())
+    *_, log = run(Wiring.parse("ladder", LAYERS), "one", 2, 0, tokens, reducer=Announced())
     for layer in range(LAYERS - 1):
         for kind, hider in (("attention", f"mlp {layer}"), ("mlp", f"attention {layer + 1}")):
             started = log.index((f"sum-{0 if kind == 'attention' else 1}", "compute", f"sum of {kind} {layer}"))
@@ -132,7 +132,7 @@ def test_one_lane_ladder_hides_every_sum() -> None:
 
 
 def test_standard_sums_in_line() -> None:
-    *_, log = run(Wiring.parse("standard", LAYERS), 1, 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=Announced())
+    *_, log = run(Wiring.parse("standard", LAYERS), "one", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=Announced())
     assert not [entry for entry in log if entry[1] == "wait"]
     assert sum(entry[2].startswith("sum of") for entry in log) == 2 * LAYERS
 
@@ -146,11 +146,11 @@ def test_two_lanes_wait_only_for_the_other_lane() -> None:
     assert plan.final.absorbs == (2 * LAYERS - 1, 2 * LAYERS)
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("spec", ["ladder", "ladder:3-5", "ladder:1,4"])
-def test_ring_is_never_overwritten_while_needed(spec: str, lanes: int) -> None:
+def test_ring_is_never_overwritten_while_needed(spec: str, schedule: str) -> None:
     """A slot is reused RING steps later; by then every consumer must be *ordered* before the writer, not merely earlier in the list."""
-    plan = plan_steps(Wiring.parse(spec, LAYERS), lanes=lanes)
+    plan = plan_steps(Wiring.parse(spec, LAYERS), **SCHEDULES[schedule])
     steps = [*plan.steps, plan.final]
     before: dict[int, set[int]] = {}  # step index -> indices known finished when it starts
     last_in_lane: dict[int, int] = {}
@@ -167,6 +167,19 @@ def test_ring_is_never_overwritten_while_needed(spec: str, lanes: int) -> None:
                 assert steps.index(consumer) in known
 
 
+def test_held_back_attention_runs_while_the_mlp_before_it_is_summed() -> None:
+    """It starts after that MLP and waits for none of its sum; the MLP's own chain waits for no attention of its own layer."""
+    *_, log = run(Wiring.parse("ladder", LAYERS), "held", 2, 0, torch.zeros(2, 1, dtype=torch.long), reducer=Announced())
+    for layer in range(1, LAYERS):
+        starts = log.index(("attention", "compute", f"attention {layer}"))
+        before = log[log.index(("attention", "compute", f"attention {layer - 1}")) + 1 : starts]
+        waited = [what for stream, verb, what in before if stream == "attention" and verb == "wait"]
+        assert f"mlp {layer - 1} computed" in waited
+        assert f"mlp {layer - 1}" not in waited  # that event would be its sum's
+        mlp = [what for stream, verb, what in log if stream == "main" and verb == "wait"]
+        assert f"attention {layer - 1}" in mlp
+
+
 @pytest.mark.parametrize(
     ("spec", "sums"), [("standard", 12), ("ladder", 12), ("parallel", 6), ("desync-2x", 6), ("desync-5x", 3), ("no-comm", 0)]
 )
@@ -179,3 +192,5 @@ def test_refusals() -> None:
         plan_steps(Wiring.parse("delayed-1", LAYERS))
     with pytest.raises(ValueError, match="two lanes need a ladder wiring"):
         plan_steps(Wiring.parse("parallel", LAYERS), lanes=2)
+    with pytest.raises(ValueError, match="only the second of two lanes"):
+        plan_steps(Wiring.parse("ladder", LAYERS), held=True)

@@ -186,6 +186,9 @@ def test_torchrun_is_the_same_as_tp(demo_dir):
         (["bench", "overlap", "--model", "llama-9"], "unknown preset"),
         (["bench", "decode", "--batch", "1,x", "--device", "cpu"], "--batch takes whole numbers"),
         (["bench", "prefill"], "torch sees no CUDA device"),
+        (["generate", "DEMO", "-p", "x", "--emulate", "tp=8"], "cannot emulate 'tp=8'"),
+        (["generate", "DEMO", "-p", "x", "--emulate", "tp=2,link=24us", "--tp", "2"], "leave out --tp 2"),
+        (["generate", "DEMO", "-p", "x", "--emulate", "tp=2,link=24us"], "needs the CUDA engine and a GPU"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_two(arguments, named, demo_dir, tmp_path, monkeypatch, capfd):

@@ -143,14 +143,14 @@ def test_malformed_results_are_refused(tmp_path, text, says):
 def decode_document(**change):
     """As `ladder bench decode` writes it, made with an engine of known gaps."""
     rows = [
-        ("none", 0.0, "standard", 1),
-        ("none", 0.0, "ladder", 2),
-        ("24us", 24.0, "standard", 1),
-        ("24us", 24.0, "ladder", 1),
+        ("none", 0.0, "standard", "one"),
+        ("none", 0.0, "ladder", "two"),
+        ("24us", 24.0, "standard", "one"),
+        ("24us", 24.0, "ladder", "held"),
     ]
     made = [
-        {"batch": 1, "link": name, "link_us": us, "wiring": wiring, "lanes": lanes, "ms_per_token": 1.0}
-        for name, us, wiring, lanes in rows
+        {"batch": 1, "link": name, "link_us": us, "wiring": wiring, "schedule": schedule, "ms_per_token": 1.0}
+        for name, us, wiring, schedule in rows
     ]
     about = {"benchmark": "decode", "emulated": True, "model": "llama-3-70b", "tp": 8, "layers": 80, "context": 1280}
     return {**about, "read_bandwidth_tb_s": 4.4, "gpu": "NVIDIA H200", "rows": made, **change}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -58,7 +59,13 @@ WiringOption = Annotated[str | None, typer.Option("--wiring", help="Another wiri
 Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
 Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
 Engine = Annotated[str, typer.Option(help="auto, cuda (fused kernels, CUDA graphs) or torch (any device, any model).")]
-Schedule = Annotated[str, typer.Option(help="Of the CUDA engine: one lane, two lanes, or auto (measured at start-up).")]
+Schedule = Annotated[
+    str, typer.Option(help="Of the CUDA engine: one lane, two, held (attention in the time of sums), or auto (measured).")
+]
+Emulate = Annotated[
+    str | None,
+    typer.Option(help="Be rank 0 of ranks that are not there, for the speed alone: tp=8,link=h200-nccl or tp=8,link=24us."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 
 
@@ -164,6 +171,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(help="Prompts of --file per batch.")] = 8,
     engine: Engine = "auto",
     schedule: Schedule = "auto",
+    emulate: Emulate = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
     uneven: Uneven = False,
@@ -180,6 +188,11 @@ def generate(
         raise ValueError(f"--out and --file are the same file ({out}): the prompts would be overwritten")
     if batch_size < 1:
         raise ValueError(f"--batch-size must be at least 1, got {batch_size}")
+    from .engine.emulate import parse_emulation
+
+    emulated = parse_emulation(emulate) if emulate is not None else None
+    if emulated and tp is not None:
+        raise ValueError(f"--emulate {emulate} brings its own tp: leave out --tp {tp}")
     on_ranks(tp)
     from .generate import (
         Sampling,
@@ -221,21 +234,25 @@ def generate(
         world.check_same("the prompts", repr(prompts))
         sampling = with_seed(sampling, world)
         longest = max(len(ids) for ids in tokenize(tokenizer, prompts)["input_ids"])
+        share = replace(world, size=emulated.tp, emulated=True) if emulated else world
+        if emulated:
+            print(f"{emulated}: the others' parts of every sum are missing, so the words mean nothing", file=sys.stderr)
         model = with_engine(
             load_model(
                 source,
-                world,
+                share,
                 wiring=wiring,
                 dtype=dtype,
                 uneven=uneven,
                 reducer=chosen_reducer(world, exchange=exchange, wire=wire),
             ),
-            world,
+            share,
             engine,
             batch=min(batch_size, len(prompts)),
             context=longest + max_new_tokens,
             beams=num_beams,
             schedule=schedule,
+            link=emulated.link if emulated else None,
         )
         watch = Stopwatch()
         if file is not None:
@@ -254,7 +271,7 @@ def generate(
             if world.is_main and not streamed:
                 print(prompt + completion.text)
         if world.is_main:
-            ranks = "1 process" if world.size == 1 else f"{world.size} ranks"
+            ranks = str(emulated) if emulated else "1 process" if world.size == 1 else f"{world.size} ranks"
             print(f"[{wiring_of(model.config).spec}, {ranks}, {world.device.type}] {watch}", file=sys.stderr)
 
 

@@ -17,6 +17,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from .checkpoint import read_json, resolve
+from .engine.emulate import Link
 from .generation_settings import LEAST_TEMPERATURE
 from .launch import is_out_of_memory
 from .parallel import World
@@ -287,10 +288,25 @@ def complete_all(
         yield from complete(model, tokenizer, prompts[first : first + batch_size], sampling, world, chat=chat, turn=turn)
 
 
-def with_engine(model: PreTrainedModel, world: World, kind: str, *, batch: int, context: int, beams: int, schedule: str) -> Any:
-    """``model`` itself, or the CUDA engine holding its weights. ``auto`` falls back to the model with one warning."""
+def with_engine(
+    model: PreTrainedModel,
+    world: World,
+    kind: str,
+    *,
+    batch: int,
+    context: int,
+    beams: int,
+    schedule: str,
+    link: Link | None = None,
+) -> Any:
+    """``model`` itself, or the CUDA engine holding its weights. ``auto`` falls back to the model with one warning, unless the
+    other ranks are emulated (``link``): only the engine does that."""
     if kind not in ("auto", "cuda", "torch"):
         raise ValueError(f"unknown engine {kind!r}; choose auto, cuda or torch")
+    if link is not None:
+        if kind == "torch" or world.device.type != "cuda":
+            raise ValueError("--emulate needs the CUDA engine and a GPU; ladder plan answers without one")
+        kind = "cuda"
     if kind == "torch" or (kind == "auto" and world.device.type != "cuda"):
         return model
     from .engine.backend import engine_model
@@ -299,7 +315,7 @@ def with_engine(model: PreTrainedModel, world: World, kind: str, *, batch: int, 
         if beams > 1:
             raise ValueError("the CUDA engine's cache cannot follow beams; use --num-beams 1")
         limit = getattr(model.config, "max_position_embeddings", context)
-        return engine_model(model, world, batch=batch, max_context=min(context, limit), schedule=schedule)
+        return engine_model(model, world, batch=batch, max_context=min(context, limit), schedule=schedule, link=link)
     except ValueError as error:
         if kind == "cuda":
             raise

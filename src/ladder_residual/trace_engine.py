@@ -108,9 +108,9 @@ def record_engine(
             kernels = read_kernels(json.loads((Path(scratch) / "trace.json").read_text()))
         zero = kernels[0].start
         spans = [replace(s, start=s.start - zero, end=s.end - zero) for s in engine_spans(kernels)]
-        title = f"{wiring}, {engine.lanes} lane{'s' if engine.lanes > 1 else ''}"
+        title = f"{wiring}, schedule {engine.schedule}"
         panels.append(Panel(title, in_rows(spans), layer_us(spans), hidden_percent(spans), "emulated"))
-        rows.append({"wiring": wiring, "lanes": engine.lanes, "layer_us": panels[-1].layer_us,
+        rows.append({"wiring": wiring, "schedule": engine.schedule, "layer_us": panels[-1].layer_us,
                      "step_us": max(s.end for s in spans), "hidden_percent": panels[-1].hidden_percent})  # fmt: skip
         del engine
         torch.cuda.empty_cache()

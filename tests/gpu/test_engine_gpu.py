@@ -83,10 +83,10 @@ def test_logits_of_every_wiring(wiring: str, batch: int, link: str) -> None:
     assert worst_error(SHAPE, wiring, batch=batch, link=link) <= TOLERANCE
 
 
-@parametrize("schedule", ["one", "two"])
+@parametrize("schedule", ["one", "two", "held"])
 @parametrize("wiring", ["ladder", "ladder:2-3", "ladder:0,2"])
 @parametrize("batch", [1, 3])
-def test_both_schedules(schedule: str, wiring: str, batch: int) -> None:
+def test_every_schedule(schedule: str, wiring: str, batch: int) -> None:
     assert worst_error(SHAPE, wiring, batch=batch, schedule=schedule, link="20us") <= TOLERANCE
 
 
@@ -185,7 +185,7 @@ def test_real_reducers_on_one_rank(reducer: str) -> None:
     spec = EngineSpec.from_shape(SHAPE)
     weights = stack_weights(spec, RankSizes.of(SHAPE, 1, 0), random_weights(spec, 1, 0, torch.bfloat16, "cuda"))
     wiring = Wiring.parse("ladder", SHAPE.num_layers)
-    for schedule in ("one", "two"):
+    for schedule in ("one", "two", "held"):
         engine = DecodeEngine(spec, wiring, weights, reducer=reducer, groups=groups, max_context=32, schedule=schedule)
         reference = ReferenceDecoder(spec, wiring, [weights], tp=1)
         tokens = torch.randint(0, SHAPE.vocab_size, (1, 6), device="cuda")

@@ -7,7 +7,7 @@ return JSON-able dicts; ``ladder bench`` and ``runs/`` call them.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
@@ -100,8 +100,8 @@ def bench_decode(
                         "link": link_name,
                         "link_us": round(link.microseconds(batch * shard.sizes.hidden * 2), 2),
                         "wiring": wiring,
-                        "lanes": engine.lanes,
-                        "lanes_tried_ms": {str(k): round(v, 4) for k, v in engine.step_ms.items()},
+                        "schedule": engine.schedule,
+                        "schedules_tried_ms": {name: round(time_ms, 4) for name, time_ms in engine.step_ms.items()},
                         "ms_per_token": round(step, 4),
                         **spread(times),
                         "tokens_per_s": round(batch * 1e3 / step, 1),
@@ -144,11 +144,16 @@ def bench_prefill(
     tokens = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
     for link_name in links:
         link = parse_link(link_name, tp=tp)
-        baseline = None
-        for wiring in wirings:
-            engine = shard.engine(wiring, link, batch=batch, max_context=prompt + 16, schedule="one")
-            times = time_calls(lambda engine=engine: engine.prefill(tokens), repeats)
-            baseline = median(times) if wiring == "standard" else baseline
+        engines = {
+            wiring: shard.engine(wiring, link, batch=batch, max_context=prompt + 16, schedule="one") for wiring in wirings
+        }
+        # in turns: the host starts these kernels one by one, and its speed drifts
+        taken: dict[str, list[float]] = {wiring: [] for wiring in wirings}
+        for turn in range(repeats):
+            for wiring, engine in engines.items():
+                taken[wiring] += time_calls(lambda engine=engine: engine.prefill(tokens), 1, warm_up=turn == 0)
+        baseline = median(taken["standard"]) if "standard" in taken else None
+        for wiring, times in taken.items():
             rows.append(
                 {
                     "link": link_name,
@@ -159,8 +164,8 @@ def bench_prefill(
                     "over_standard": round(baseline / median(times), 4) if baseline else None,
                 }
             )
-            del engine
-            torch.cuda.empty_cache()
+        del engines, engine
+        torch.cuda.empty_cache()
     return {
         "benchmark": "prefill", "emulated": tp > 1, "model": shard.name, "tp": tp, "batch": batch, "prompt": prompt,
         "layers": shard.sizes.layers, "rows": rows, **environment(),
@@ -194,7 +199,7 @@ def bench_e2e(
                 {
                     "link": link_name,
                     "wiring": wiring,
-                    "lanes": engine.lanes,
+                    "schedule": engine.schedule,
                     "seconds": round(median(times) / 1e3, 4),
                     **spread(times),
                     "tokens_per_s": round(rate, 2),
@@ -215,20 +220,26 @@ def time_steps(engine: DecodeEngine, context: int, repeats: int) -> list[float]:
     for _ in range(3):
         engine.replay()
     engine.reset(context - repeats // 2)
+    return time_on_device(engine.replay, repeats)
+
+
+def time_on_device(call: Callable[[], object], repeats: int) -> list[float]:
+    """Milliseconds between two events around each call."""
     times = []
     for _ in range(repeats):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
-        engine.replay()
+        call()
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
     return times
 
 
-def time_calls(call: Any, repeats: int) -> list[float]:
+def time_calls(call: Any, repeats: int, *, warm_up: bool = True) -> list[float]:
     """Wall-clock milliseconds of whole calls, after one to warm up."""
-    call()
+    if warm_up:
+        call()
     torch.cuda.synchronize()
     times = []
     for _ in range(repeats):

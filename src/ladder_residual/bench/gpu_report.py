@@ -110,15 +110,15 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "torch_ms_per_step": "transformers ms/step", "engine_ms_per_step": "engine ms/step",
     },
     "decode": {
-        "batch": "batch", "link": "link", "wiring": "wiring", "lanes": "lanes", "ms_per_token": "ms/step", "p10_ms": "p10", "p90_ms": "p90",
-        "tokens_per_s": "tokens/s", "roofline_share": "roofline share", "over_standard": "over standard",
+        "batch": "batch", "link": "link", "wiring": "wiring", "schedule": "schedule", "ms_per_token": "ms/step",
+        "p10_ms": "p10", "p90_ms": "p90", "tokens_per_s": "tokens/s", "roofline_share": "roofline share", "over_standard": "over standard",
         "of_no_comm_bound": "standard without communication / this", "startup_s": "start-up s",
     },
     "prefill": {
         "link": "link", "link_us": "us", "wiring": "wiring", "ms": "ms", "p10_ms": "p10", "p90_ms": "p90", "over_standard": "over standard",
     },
     "e2e": {
-        "link": "link", "wiring": "wiring", "lanes": "lanes", "seconds": "s", "p10_ms": "p10 ms", "p90_ms": "p90 ms",
+        "link": "link", "wiring": "wiring", "schedule": "schedule", "seconds": "s", "p10_ms": "p10 ms", "p90_ms": "p90 ms",
         "tokens_per_s": "tokens/s", "over_standard": "over standard",
     },
     "peers": {

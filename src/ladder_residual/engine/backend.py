@@ -17,6 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..hf_config import wiring_of
 from ..parallel import World
+from .emulate import Link
 from .spec import EngineSpec
 
 
@@ -85,8 +86,11 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tens
     return packed, lengths.cpu()
 
 
-def engine_model(model: Any, world: World, *, batch: int, max_context: int, schedule: str = "auto") -> EngineModel:
-    """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it."""
+def engine_model(
+    model: Any, world: World, *, batch: int, max_context: int, schedule: str = "auto", link: Link | None = None
+) -> EngineModel:
+    """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it.
+    With a ``link`` the other ranks of ``world`` are not there: sums are copies that last as long as it says."""
     from .decoder import DecodeEngine
 
     if world.device.type != "cuda":
@@ -96,7 +100,7 @@ def engine_model(model: Any, world: World, *, batch: int, max_context: int, sche
         raise ValueError(f"the CUDA engine needs a vocabulary that {world.size} ranks divide, got {spec.shape.vocab_size}")
     weights: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
     groups = None
-    if world.size > 1:
+    if world.size > 1 and link is None:
         # Two communicators: the two lanes of a ladder must not wait for each other.
         ranks = list(range(world.size))
         groups = (dist.new_group(ranks), dist.new_group(ranks))
@@ -108,7 +112,8 @@ def engine_model(model: Any, world: World, *, batch: int, max_context: int, sche
         weights,
         tp=world.size,
         rank=world.rank,
-        reducer="nccl" if world.size > 1 else "none",
+        reducer="emulated" if link else "nccl" if world.size > 1 else "none",
+        link=link,
         groups=groups,
         batch=batch,
         max_context=max_context,

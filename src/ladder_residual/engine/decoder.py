@@ -1,4 +1,4 @@
-"""The public engine: static cache, one CUDA graph per step, one lane or two, whichever is faster here.
+"""The public engine: static cache, one CUDA graph per step, the schedule that is fastest here.
 
 >>> engine = DecodeEngine(spec, Wiring.parse("ladder", 80), weights, tp=8, rank=0, reducer="emulated",
 ...                       link=parse_link("24us"), batch=1, max_context=2048)            # doctest: +SKIP
@@ -26,7 +26,7 @@ from .gemv_ops import GemvOps, GemvTiles
 from .multiprocessors import products_leave
 from .prefill_ops import PrefillOps
 from .reducers import NcclReducer, make_reducer
-from .schedule import Plan, can_run_two_lanes, plan_steps
+from .schedule import SCHEDULES, Plan, can_run_two_lanes, plan_steps
 from .spec import EngineSpec, RankSizes
 from .streams import CudaStreams
 from .weights import RankWeights, stack_weights
@@ -68,9 +68,10 @@ class DecodeEngine:
             self._logits = torch.full(
                 (batch, self.sizes.vocab_rows), float("nan"), dtype=self.weights.dtype, device=self.device
             )
-            self.step_ms: dict[int, float] = {}  # measured at start-up, by number of lanes
+            self.step_ms: dict[str, float] = {}  # measured at start-up, by schedule
             self._length = 0  # of the longest sequence; the device counts for itself
-            self.lanes = self._choose(schedule)
+            self.schedule = self._choose(schedule)
+            self.lanes: int = SCHEDULES[self.schedule]["lanes"]
         self.startup_seconds = time.perf_counter() - began
 
     # ---- use -------------------------------------------------------------------------------------------------------
@@ -161,31 +162,37 @@ class DecodeEngine:
             tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device, pdl_across_waits=self._across,
         )  # fmt: skip
 
-    def _choose(self, schedule: str) -> int:
-        """Capture every candidate (lanes and tiles), time each where there is a choice, and keep the fastest."""
-        lanes = {"one": [1], "two": [2], "auto": [1, 2] if can_run_two_lanes(self.wiring) else [1]}[schedule]
+    def _choose(self, schedule: str) -> str:
+        """Capture every candidate (schedule and tiles), time each where there is a choice, and keep the fastest."""
+        schedules = [schedule] if schedule != "auto" else self._schedules()
         tiles: list[GemvTiles | None] = [None]
         if self.batch == 1:
             tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
-        best: tuple[float, int] | None = None
-        if len(lanes) * len(tiles) > 1:
+        best: tuple[float, str] | None = None
+        if len(schedules) * len(tiles) > 1:
             self.reset(min(1024, self.max_context // 2), random_context=True)
             context = self._length
-        for count in lanes:
+        for name in schedules:
             for candidate in tiles:
-                graph, executor = self._capture(plan_steps(self.wiring, lanes=count), candidate)
-                if len(lanes) * len(tiles) > 1:
+                graph, executor = self._capture(plan_steps(self.wiring, **SCHEDULES[name]), candidate)
+                if len(schedules) * len(tiles) > 1:
                     time_ms = self._slowest_rank(median(self._time_steps(graph, context)))
-                    self.step_ms[count] = min(time_ms, self.step_ms.get(count, time_ms))
+                    self.step_ms[name] = min(time_ms, self.step_ms.get(name, time_ms))
                 else:
                     time_ms = 0.0
                 if best is None or time_ms < best[0]:
-                    best = (time_ms, count)
+                    best = (time_ms, name)
                     # the executor owns the buffers that the graph writes to
                     self._graph, self._executing, self.tiles = graph, executor, candidate
         assert best is not None
         self.reset()
         return best[1]
+
+    def _schedules(self) -> list[str]:
+        """Two lanes need two chains, and something is held back only for the time of a sum."""
+        if not can_run_two_lanes(self.wiring):
+            return ["one"]
+        return ["one", "two"] if self.reducer.silent else ["one", "two", "held"]
 
     def _slowest_rank(self, time_ms: float) -> float:
         """Ranks must choose alike: different schedules would issue their collectives in different orders and hang."""
@@ -264,6 +271,6 @@ def check_request(spec: EngineSpec, wiring: Wiring, *, batch: int, max_context: 
         raise ValueError(f"batch {batch} is outside 1 to {MAX_BATCH}")
     if not 2 <= max_context <= 1 << 20:
         raise ValueError(f"max_context {max_context} is outside 2 to {1 << 20}")
-    if schedule not in ("auto", "one", "two"):
-        raise ValueError(f"unknown schedule {schedule!r}; choose from auto, one, two")
-    plan_steps(wiring, lanes=2 if schedule == "two" else 1)
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
+    plan_steps(wiring, **SCHEDULES.get(schedule, {}))

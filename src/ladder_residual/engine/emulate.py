@@ -66,6 +66,31 @@ def parse_link(text: str, *, tp: int = 8) -> Link:
     return Link(name, tuple(size for size, _ in points), tuple(time for _, time in points))
 
 
+@dataclass(frozen=True)
+class Emulation:
+    """Rank 0 of ``tp`` ranks that are not there."""
+
+    tp: int
+    link: Link
+
+    def __str__(self) -> str:
+        return f"emulated rank of tp={self.tp}, link {self.link.name}"
+
+
+def parse_emulation(text: str) -> Emulation:
+    """``tp=8,link=h200-nccl``, ``tp=8,link=24us`` or ``tp=8,alpha=12,beta=90``."""
+    forms = "tp=8,link=h200-nccl, tp=8,link=24us or tp=8,alpha=12,beta=90"
+    fields = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    tp = fields.pop("tp", "")
+    if not re.fullmatch(r"[0-9]{1,4}", tp) or int(tp) < 2:
+        raise ValueError(f"cannot emulate {text!r:.60}: write {forms}, with tp at least 2")
+    if set(fields) == {"alpha", "beta"}:
+        return Emulation(int(tp), parse_link(f"alpha={fields['alpha']},beta={fields['beta']}"))
+    if set(fields) != {"link"}:
+        raise ValueError(f"cannot emulate {text!r:.60}: write {forms}")
+    return Emulation(int(tp), parse_link(fields["link"], tp=int(tp)))
+
+
 @cache
 def measured_links() -> dict[tuple[str, int], tuple[tuple[int, float], ...]]:
     """(device-library, GPUs) -> (bytes, microseconds) in ascending order."""
