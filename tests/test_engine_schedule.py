@@ -54,7 +54,7 @@ def run(wiring: Wiring, schedule: str, tp: int, rank: int, tokens: torch.Tensor,
     cache = KVCache(spec, sizes, batch, 16, torch.float32, "cpu")
     streams = RecordingStreams()
     executor = Executor(
-        plan_steps(wiring, **SCHEDULES[schedule]), PrefillOps(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
+        plan_steps(wiring, lanes=SCHEDULES[schedule]), PrefillOps(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
         rows=batch * steps, hidden=SHAPE.hidden_size, tp=tp, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     logits = torch.full((batch * steps, sizes.vocab_rows), float("nan"))
@@ -150,7 +150,7 @@ def test_two_lanes_wait_only_for_the_other_lane() -> None:
 @pytest.mark.parametrize("spec", ["ladder", "ladder:3-5", "ladder:1,4"])
 def test_ring_is_never_overwritten_while_needed(spec: str, schedule: str) -> None:
     """A slot is reused RING steps later; by then every consumer must be *ordered* before the writer, not merely earlier in the list."""
-    plan = plan_steps(Wiring.parse(spec, LAYERS), **SCHEDULES[schedule])
+    plan = plan_steps(Wiring.parse(spec, LAYERS), lanes=SCHEDULES[schedule])
     steps = [*plan.steps, plan.final]
     before: dict[int, set[int]] = {}  # step index -> indices known finished when it starts
     last_in_lane: dict[int, int] = {}
@@ -167,19 +167,6 @@ def test_ring_is_never_overwritten_while_needed(spec: str, schedule: str) -> Non
                 assert steps.index(consumer) in known
 
 
-def test_held_back_attention_runs_while_the_mlp_before_it_is_summed() -> None:
-    """It starts after that MLP and waits for none of its sum; the MLP's own chain waits for no attention of its own layer."""
-    *_, log = run(Wiring.parse("ladder", LAYERS), "held", 2, 0, torch.zeros(2, 1, dtype=torch.long), reducer=Announced())
-    for layer in range(1, LAYERS):
-        starts = log.index(("attention", "compute", f"attention {layer}"))
-        before = log[log.index(("attention", "compute", f"attention {layer - 1}")) + 1 : starts]
-        waited = [what for stream, verb, what in before if stream == "attention" and verb == "wait"]
-        assert f"mlp {layer - 1} computed" in waited
-        assert f"mlp {layer - 1}" not in waited  # that event would be its sum's
-        mlp = [what for stream, verb, what in log if stream == "main" and verb == "wait"]
-        assert f"attention {layer - 1}" in mlp
-
-
 @pytest.mark.parametrize(
     ("spec", "sums"), [("standard", 12), ("ladder", 12), ("parallel", 6), ("desync-2x", 6), ("desync-5x", 3), ("no-comm", 0)]
 )
@@ -192,5 +179,3 @@ def test_refusals() -> None:
         plan_steps(Wiring.parse("delayed-1", LAYERS))
     with pytest.raises(ValueError, match="two lanes need a ladder wiring"):
         plan_steps(Wiring.parse("parallel", LAYERS), lanes=2)
-    with pytest.raises(ValueError, match="only the second of two lanes"):
-        plan_steps(Wiring.parse("ladder", LAYERS), held=True)

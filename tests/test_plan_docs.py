@@ -7,6 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
 import typer
 from typer.testing import CliRunner
 
@@ -26,6 +27,7 @@ cli.command("report")(report)
 cli.command("reproduction")(reproduction)
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_page_run_in_their_order(tmp_path):
     """As a reader types them: in one folder, each finding what those before it wrote."""
     assert len(COMMANDS) >= 12

@@ -146,7 +146,7 @@ def decode_document(**change):
         ("none", 0.0, "standard", "one"),
         ("none", 0.0, "ladder", "two"),
         ("24us", 24.0, "standard", "one"),
-        ("24us", 24.0, "ladder", "held"),
+        ("24us", 24.0, "ladder", "one"),
     ]
     made = [
         {"batch": 1, "link": name, "link_us": us, "wiring": wiring, "schedule": schedule, "ms_per_token": 1.0}

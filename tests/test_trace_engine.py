@@ -22,7 +22,7 @@ def test_modules_of_one_lane_and_their_sums() -> None:
         kernel("embed", 7, 0),
         kernel("copy_that_lasts", 7, 1, 4),
         *layer(7, 5),
-        *layer(7, 15),
+        *layer(5, 15),  # a replayed graph changes streams within a lane
         kernel("norm_project", 7, 25),
     ]
     kernels += [kernel("copy_that_lasts", 9, 9, 2), kernel("copy_that_lasts", 9, 11, 4)]  # the second is exposed from 11 to 15
@@ -45,7 +45,7 @@ def test_modules_of_one_lane_and_their_sums() -> None:
 def test_two_lanes_get_rows_of_their_own() -> None:
     attention = [kernel("norm_project", 3, 0), kernel("decode_attention", 3, 1), kernel("output_project", 3, 2)]
     mlp = [kernel("norm_project", 4, 0.5), kernel("output_project", 4, 1.5)]
-    spans = engine_spans([*attention, *mlp, kernel("norm_project", 4, 5)])
+    spans = engine_spans([*attention, *mlp, kernel("norm_project", 4, 5)], lanes=2)
     assert [(s.name, s.row) for s in spans] == [("attention", COMPUTE), ("MLP", LANE), ("head", LANE)]
 
 

@@ -59,9 +59,7 @@ WiringOption = Annotated[str | None, typer.Option("--wiring", help="Another wiri
 Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
 Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
 Engine = Annotated[str, typer.Option(help="auto, cuda (fused kernels, CUDA graphs) or torch (any device, any model).")]
-Schedule = Annotated[
-    str, typer.Option(help="Of the CUDA engine: one lane, two, held (attention in the time of sums), or auto (measured).")
-]
+Schedule = Annotated[str, typer.Option(help="Of the CUDA engine: one lane, two lanes, or auto (measured at start-up).")]
 Emulate = Annotated[
     str | None,
     typer.Option(help="Be rank 0 of ranks that are not there, for the speed alone: tp=8,link=h200-nccl or tp=8,link=24us."),

@@ -34,10 +34,13 @@ def read_kernels(document: dict[str, Any]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
-def engine_spans(kernels: Iterable[Kernel]) -> list[Span]:
+def engine_spans(kernels: Iterable[Kernel], lanes: int = 1) -> list[Span]:
     """Modules and sums of one step at batch 1. A module begins with the kernel that reads the stream; attention is the one that
-    attends; what is left after the last layer is the head."""
+    attends; what is left after the last layer is the head. A replayed graph runs one lane on whatever streams it likes, so only
+    two lanes are told apart by them."""
     kernels = sorted(kernels, key=lambda kernel: kernel.start)
+    if lanes == 1:
+        kernels = [kernel._replace(stream=0) for kernel in kernels]
     modules = sorted(
         (m for stream in _by_stream(kernels).values() for m in _modules(stream)), key=lambda module: module[0].start
     )
@@ -107,8 +110,8 @@ def record_engine(
             profiler.export_chrome_trace(str(Path(scratch) / "trace.json"))
             kernels = read_kernels(json.loads((Path(scratch) / "trace.json").read_text()))
         zero = kernels[0].start
-        spans = [replace(s, start=s.start - zero, end=s.end - zero) for s in engine_spans(kernels)]
-        title = f"{wiring}, schedule {engine.schedule}"
+        spans = [replace(s, start=s.start - zero, end=s.end - zero) for s in engine_spans(kernels, engine.lanes)]
+        title = f"{wiring}, {engine.schedule} lane{'s' if engine.lanes > 1 else ''}"
         panels.append(Panel(title, in_rows(spans), layer_us(spans), hidden_percent(spans), "emulated"))
         rows.append({"wiring": wiring, "schedule": engine.schedule, "layer_us": panels[-1].layer_us,
                      "step_us": max(s.end for s in spans), "hidden_percent": panels[-1].hidden_percent})  # fmt: skip

@@ -1,9 +1,11 @@
-"""The engine on a real GPU against the slow twin in float32. ``python tests/gpu/test_engine_gpu.py`` runs it without pytest."""
+"""The engine on a real GPU against the slow twin in float32. ``python tests/gpu/test_engine_gpu.py`` runs it without pytest, with the
+word ``small`` behind it only what is quick under compute-sanitizer."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import sys
 import tempfile
 import traceback
 from dataclasses import replace
@@ -83,7 +85,7 @@ def test_logits_of_every_wiring(wiring: str, batch: int, link: str) -> None:
     assert worst_error(SHAPE, wiring, batch=batch, link=link) <= TOLERANCE
 
 
-@parametrize("schedule", ["one", "two", "held"])
+@parametrize("schedule", ["one", "two"])
 @parametrize("wiring", ["ladder", "ladder:2-3", "ladder:0,2"])
 @parametrize("batch", [1, 3])
 def test_every_schedule(schedule: str, wiring: str, batch: int) -> None:
@@ -185,7 +187,7 @@ def test_real_reducers_on_one_rank(reducer: str) -> None:
     spec = EngineSpec.from_shape(SHAPE)
     weights = stack_weights(spec, RankSizes.of(SHAPE, 1, 0), random_weights(spec, 1, 0, torch.bfloat16, "cuda"))
     wiring = Wiring.parse("ladder", SHAPE.num_layers)
-    for schedule in ("one", "two", "held"):
+    for schedule in ("one", "two"):
         engine = DecodeEngine(spec, wiring, weights, reducer=reducer, groups=groups, max_context=32, schedule=schedule)
         reference = ReferenceDecoder(spec, wiring, [weights], tp=1)
         tokens = torch.randint(0, SHAPE.vocab_size, (1, 6), device="cuda")
@@ -224,6 +226,23 @@ def _raises(text: str, call) -> None:
         raise AssertionError(f"no ValueError about {text!r}")
 
 
+def small() -> int:
+    """Each kernel and schedule once, on a model of two layers."""
+    shape = replace(SHAPE, num_layers=2, hidden_size=512, intermediate_size=768, num_heads=4, num_kv_heads=2, vocab_size=256)
+    worst = 0.0
+    for wiring, batch, schedule in (
+        ("ladder", 1, "two"),
+        ("ladder", 1, "one"),
+        ("standard", 3, "one"),
+        ("desync-2x", 1, "one"),
+        ("parallel", 3, "one"),
+        ("ladder", 3, "two"),
+    ):
+        worst = max(worst, worst_error(shape, wiring, batch=batch, context=70, schedule=schedule, link="5us", steps=2))
+    print(f"worst relative error {worst:.4f}", flush=True)
+    return int(worst > TOLERANCE)
+
+
 def main() -> int:
     failures = 0
     count = 0
@@ -247,7 +266,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    code = main()
+    code = small() if sys.argv[1:] == ["small"] else main()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
     os._exit(code)

@@ -75,7 +75,7 @@ def bench_decode(
     context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1280,
     wirings: Wirings = "standard,ladder,parallel,desync-2x,no-comm",
     links: Links = "none;24us",
-    schedule: Annotated[str, typer.Option(help="Of ladder: one, two, held, or auto (measured).")] = "auto",
+    schedule: Annotated[str, typer.Option(help="Of ladder: one lane, two lanes, or auto (measured).")] = "auto",
     repeats: Repeats = 40,
     device: Device = "auto",
 ) -> None:

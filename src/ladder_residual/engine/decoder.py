@@ -71,7 +71,7 @@ class DecodeEngine:
             self.step_ms: dict[str, float] = {}  # measured at start-up, by schedule
             self._length = 0  # of the longest sequence; the device counts for itself
             self.schedule = self._choose(schedule)
-            self.lanes: int = SCHEDULES[self.schedule]["lanes"]
+            self.lanes = SCHEDULES[self.schedule]
         self.startup_seconds = time.perf_counter() - began
 
     # ---- use -------------------------------------------------------------------------------------------------------
@@ -164,7 +164,8 @@ class DecodeEngine:
 
     def _choose(self, schedule: str) -> str:
         """Capture every candidate (schedule and tiles), time each where there is a choice, and keep the fastest."""
-        schedules = [schedule] if schedule != "auto" else self._schedules()
+        possible = list(SCHEDULES) if can_run_two_lanes(self.wiring) else ["one"]
+        schedules = possible if schedule == "auto" else [schedule]
         tiles: list[GemvTiles | None] = [None]
         if self.batch == 1:
             tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
@@ -174,7 +175,7 @@ class DecodeEngine:
             context = self._length
         for name in schedules:
             for candidate in tiles:
-                graph, executor = self._capture(plan_steps(self.wiring, **SCHEDULES[name]), candidate)
+                graph, executor = self._capture(plan_steps(self.wiring, lanes=SCHEDULES[name]), candidate)
                 if len(schedules) * len(tiles) > 1:
                     time_ms = self._slowest_rank(median(self._time_steps(graph, context)))
                     self.step_ms[name] = min(time_ms, self.step_ms.get(name, time_ms))
@@ -187,12 +188,6 @@ class DecodeEngine:
         assert best is not None
         self.reset()
         return best[1]
-
-    def _schedules(self) -> list[str]:
-        """Two lanes need two chains, and something is held back only for the time of a sum."""
-        if not can_run_two_lanes(self.wiring):
-            return ["one"]
-        return ["one", "two"] if self.reducer.silent else ["one", "two", "held"]
 
     def _slowest_rank(self, time_ms: float) -> float:
         """Ranks must choose alike: different schedules would issue their collectives in different orders and hang."""
@@ -273,4 +268,4 @@ def check_request(spec: EngineSpec, wiring: Wiring, *, batch: int, max_context: 
         raise ValueError(f"max_context {max_context} is outside 2 to {1 << 20}")
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
-    plan_steps(wiring, **SCHEDULES.get(schedule, {}))
+    plan_steps(wiring, lanes=SCHEDULES.get(schedule, 1))

@@ -61,16 +61,12 @@ class Executor:
         if not self.reducer.silent:
             self.reducer.reduce(*self._embedding, 0, Launcher(pdl=0))
         self._events: dict[int, Any] = {}
-        computed: dict[int, Any] = {}  # before the sum: what a step that is held back waits for
-        waited_for = {step.starts_after for step in plan.steps}
         if plan.lanes == 2:
             streams.wait("attention", streams.record("main", "embedding"))
         for step in plan.steps:
             name = self._lane_names[step.lane]
             launcher = launchers[step.lane]
             with streams.on(name):
-                if step.starts_after is not None:
-                    streams.wait(name, computed[step.starts_after])
                 absorbed = self._collect(step, launcher)
                 message = self._ring[self._slots[step.output]][0]
                 other = None if step.adds_output is None else self._ring[self._slots[step.adds_output]][0]
@@ -82,8 +78,6 @@ class Executor:
                     self.ops.attention(step, lane, absorbed, message, other)
                 else:
                     self.ops.mlp(step, lane, absorbed, message, other)
-                if step.output in waited_for:
-                    computed[step.output] = streams.record(name, f"{step.name} computed")
                 self._send(step, name, launcher)
         final = plan.final
         absorbed = self._collect(final, launchers[final.lane])

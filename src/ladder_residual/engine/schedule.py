@@ -7,21 +7,17 @@
 Outputs are numbered: 0 is the embedding, i the i-th module of the chain (attention, MLP, attention, ...), as in the recurrence
 x_i = x_{i-1} + AR(h_i(.)). A step *absorbs* outputs into its lane's copy of the stream before it reads it. With two lanes the
 attention chain and the MLP chain each keep their own copy and exchange outputs only, so that they can run at the same time.
-*Held* back, the attention of a layer starts when the MLP before it has computed: it then fills the time of that MLP's sum, instead of
-taking memory bandwidth from the MLP and leaving that time empty. The MLP, its sum and the next MLP are one chain that nothing can
-shorten; on slow links it is the step.
 Nothing here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..config import Wiring
 
 MAX_ABSORBS = 3  # what one kernel adds in a go; the widest case is a standard layer after a ladder layer in two lanes
-SCHEDULES: dict[str, dict[str, Any]] = {"one": {"lanes": 1}, "two": {"lanes": 2}, "held": {"lanes": 2, "held": True}}
+SCHEDULES = {"one": 1, "two": 2}  # lanes
 SUPPORTED_KINDS = ("standard", "ladder", "parallel", "desync", "no-comm")
 
 
@@ -39,7 +35,6 @@ class Step:
     adds_output: int | None = None  # parallel: this rank's attention partial joins the MLP's message
     first_norm: bool = False  # parallel: the MLP reads through the layer's first norm
     lane: int = 0
-    starts_after: int | None = None  # held back: this output's module has computed; its sum may be under way
 
     @property
     def name(self) -> str:
@@ -68,16 +63,14 @@ class Plan:
         return position < len(following) and step.output not in following[position].absorbs
 
 
-def plan_steps(wiring: Wiring, *, lanes: int = 1, held: bool = False) -> Plan:
+def plan_steps(wiring: Wiring, *, lanes: int = 1) -> Plan:
     if wiring.kind not in SUPPORTED_KINDS:
         raise ValueError(f"the CUDA engine has no {wiring.name} wiring; it runs {', '.join(SUPPORTED_KINDS)}")
     if lanes not in (1, 2):
         raise ValueError(f"a step runs in 1 or 2 lanes, got {lanes}")
     if lanes == 2 and wiring.kind not in ("ladder", "standard"):
         raise ValueError(f"two lanes need a ladder wiring, {wiring.spec} has one chain: use one lane")
-    if held and lanes == 1:
-        raise ValueError("only the second of two lanes can be held back")
-    return _plan_two_lanes(wiring, held) if lanes == 2 else _plan_one_lane(wiring)
+    return _plan_two_lanes(wiring) if lanes == 2 else _plan_one_lane(wiring)
 
 
 def _plan_one_lane(wiring: Wiring) -> Plan:
@@ -134,7 +127,7 @@ def _plan_one_lane(wiring: Wiring) -> Plan:
     return Plan(wiring, 1, tuple(steps), final)
 
 
-def _plan_two_lanes(wiring: Wiring, held: bool) -> Plan:
+def _plan_two_lanes(wiring: Wiring) -> Plan:
     """Lane 0 has the attention chain, lane 1 the MLP chain; each absorbs what the recurrence lets it see, no more."""
     absorbed = [-1, -1]  # the newest output in each lane's stream
     steps: list[Step] = []
@@ -150,8 +143,7 @@ def _plan_two_lanes(wiring: Wiring, held: bool) -> Plan:
         for lane, name in enumerate(("attention", "mlp")):
             output = 2 * layer + 1 + lane
             taken, keep = absorb(lane, max(output - behind, 0))
-            after = output - 1 if held and name == "attention" and layer > 0 else None
-            steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane, starts_after=after))
+            steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane))
     taken, keep = absorb(1, 2 * wiring.num_layers)
     final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1)
     return Plan(wiring, 2, tuple(steps), final)

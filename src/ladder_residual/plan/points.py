@@ -261,7 +261,6 @@ def _decode_points(data: Mapping[str, Any], source: str, hardware: Hardware) -> 
             new=2,
             real_ranks=False,
         )
-        # Held back, attention runs after the MLP as in one lane; it may only end later.
         wiring = TWO_LANES if row["wiring"] == "ladder" and row["schedule"] == "two" else row["wiring"]
         group = f"{data['model']}, fused on {name}"
         ms, context = float(row["ms_per_token"]), float(data["context"])
