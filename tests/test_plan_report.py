@@ -26,6 +26,7 @@ from ladder_residual.plan.trace import planned_panel, write_trace
 from ladder_residual.plan.validate import validate
 
 HAS_MATPLOTLIB = importlib.util.find_spec("matplotlib") is not None
+ROOT = Path(__file__).parents[1]
 SVG = "{http://www.w3.org/2000/svg}"
 OVERLAP = {
     "benchmark": "overlap",
@@ -74,6 +75,16 @@ class Links(HTMLParser):
     def handle_starttag(self, tag, attributes):
         self.tags.append(tag)
         self.addresses += [value for name, value in attributes if name in ("src", "href", "xlink:href") and value]
+
+
+def test_every_result_of_this_repository_is_known_to_the_page():
+    results = read_results([ROOT / "results"])
+    assert {"SmolLM2-135M-Instruct", "stories15M"} <= {found["name"] for found in results.selections}
+    assert any(table.title == "Tasks: adapt" and "original" in table.rows[0] for table in results.tables)
+    assert len(results.timelines) == 2
+    charts = {chart.key: chart for chart in all_charts(results.quality, results.selections)}
+    layers = {len(series.points) for key in charts if key.startswith("selection") for series in charts[key].series}
+    assert layers == {31, 7}  # none converted to all, of 30 and of 6
 
 
 def test_the_page_needs_no_network_and_no_script(page):
@@ -176,6 +187,9 @@ def test_png_without_matplotlib_says_what_to_install(monkeypatch, tmp_path):
         ('{"kind": "plan", "rows": [{"tp": 8}]}', "lacks link, batch"),
         ('{"quality": [{"value": 1}]}', "quality must be a list of converted_layers and value"),
         ('{"quality": []}', "quality has no points"),
+        ('{"curves": {"held-out": {}}, "original": {}}', "no curves as `ladder convert --wiring auto` writes them"),
+        ('{"selection": {}, "runs": [{"name": "x"}]}', "no curves as `ladder convert --wiring auto` writes them"),
+        ('{"tasks": "arc", "models": {"a": {"arc": 1}}}', "no tasks as `ladder eval` scores them"),
         ('{"benchmark": "overlap"}', "lacks rows"),
         ('{"traceEvents": []}', "none that `ladder trace` wrote; missing or wrong: 'otherData'"),
         ('{"traceEvents": [1], "otherData": {}}', "none that `ladder trace` wrote"),

@@ -10,8 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .select import ORDERS
-
 SEQUENCE = 256  # many short rows tell chance from cost better than few long ones
 TOKENS = {"cpu": 4096, "cuda": 65_536}
 WIDTH = {"cpu": 3, "cuda": 8}  # additions tried per step: where a pass is cheap, more of them
@@ -123,9 +121,10 @@ def _spec(layers: tuple[int, ...], count: int) -> str:
 def save(document: dict[str, Any], target: Path, write: Callable[[str], None] = print) -> None:
     """``selection.json`` and the plot, in the converted checkpoint."""
     from ..plan.charts import chart_png, chart_svg
+    from ..plan.selection_chart import selection_chart
 
     (target / FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    drawn = chart(document)
+    drawn = selection_chart(document)
     (target / "selection.svg").write_text(chart_svg(drawn), encoding="utf-8")
     plots = ["selection.svg"]
     try:
@@ -134,20 +133,6 @@ def save(document: dict[str, Any], target: Path, write: Callable[[str], None] = 
     except ValueError:
         pass  # no matplotlib: the SVG says the same
     write(f"curves   {FILE}, {', '.join(plots)}")
-
-
-def chart(document: dict[str, Any], text: str = "held-out") -> Any:
-    from ..plan.charts import Chart, Series
-
-    curves = document["curves"][text]
-    names = {"ours": "our choice", "last-k": "last k", "first-k": "first k", "every-other": "every other"}
-    series = [
-        Series(
-            names[order], [(0, document["original"][text]), *((point["k"], point["loss"]) for point in curves[order])], colour=i
-        )
-        for i, order in enumerate(("ours", *ORDERS))
-    ]
-    return Chart("selection", f"Loss before retraining, {text} text", "converted layers", "loss (nats per token)", series)
 
 
 def explain(document: dict[str, Any], write: Callable[[str], None] = print) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from ..config import Wiring
 from ..plan.charts import Chart, Series, chart_svg
+from ..plan.selection_chart import ORDERS, selection_chart
 
 TEXTS = {"books_heldout": "books", "wikitext2": "WikiText-2", "samples_heldout": "own samples"}
 # Converted layers: how much of the gap was to be closed on held-out books and on WikiText-2, and the runs, the main one first.
@@ -23,7 +24,6 @@ TARGETS = {15: (99, 95), 20: (98, 95), 30: (97, 90)}
 CORRECTED = ", corrected teacher"
 SEEDED = "distill 15 chosen, 4M, corrected teacher alone"
 EARLIER = "heal-first.json"  # the same runs with an earlier recipe
-ORDERS = {"ours": "our choice", "last-k": "last k", "first-k": "first k", "every-other": "every other"}
 
 
 class Results:
@@ -255,19 +255,8 @@ def healing_chart(results: Results) -> Chart:
 
 
 def damage_chart(results: Results) -> Chart:
-    text = "wikitext2" if "wikitext2" in results.selection["curves"] else "held-out"
-    curves, original = results.selection["curves"][text], results.selection["original"][text]
-    series = [
-        Series(ORDERS[order], [(0, original), *((point["k"], point["loss"]) for point in curves[order])], colour=index)
-        for index, order in enumerate(ORDERS)
-    ]
-    return Chart(
-        "damage",
-        f"{results.selection.get('model', 'SmolLM2')}, held-out text, before any retraining",
-        "converted layers",
-        "loss (nats per token)",
-        series,
-    )
+    title = f"{results.selection.get('model', 'SmolLM2')}, held-out text, before any retraining"
+    return selection_chart(results.selection, key="damage", title=title)
 
 
 def conditions(results: Results) -> str:

@@ -10,6 +10,7 @@ from .hardware import shipped
 from .planner import TWO_LANES, Case, hybrid_curve, make_cases
 from .points import Point, emulated_points, paper_points
 from .points import document as data_document
+from .selection_chart import selection_chart
 
 SETTING = {"device": "h100", "prompt": 1024, "new": 512}
 
@@ -144,5 +145,12 @@ def emulated_rank() -> Chart:
     return Chart("emulated", title, "microseconds per all-reduce", "ms per token", series, note=note)
 
 
-def all_charts(quality_documents: Sequence[Mapping[str, Any]] = ()) -> list[Chart]:
-    return [*by_batch(), by_ranks(), by_link(), by_size(), emulated_rank(), converted_layers(), quality(quality_documents)]
+def all_charts(
+    quality_documents: Sequence[Mapping[str, Any]] = (), selections: Sequence[Mapping[str, Any]] = ()
+) -> list[Chart]:
+    chosen = [
+        selection_chart(found, key=f"selection-{number}", title=f"{found['name']}: loss by converted layers")
+        for number, found in enumerate(selections, start=1)
+    ]
+    speed = [*by_batch(), by_ranks(), by_link(), by_size(), emulated_rank(), converted_layers()]
+    return [*speed, quality(quality_documents), *chosen]

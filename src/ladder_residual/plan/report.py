@@ -46,8 +46,9 @@ dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 12px}dd{margin:0}a
 
 
 def build_report(results: Results, validation: Validation) -> str:
-    charts = {chart.key: chart for chart in all_charts(results.quality)}
-    speed = [key for key in charts if key not in ("emulated", "converted", "quality")]
+    charts = {chart.key: chart for chart in all_charts(results.quality, results.selections)}
+    chosen = [key for key in charts if key.startswith("selection")]
+    speed = [key for key in charts if key not in ("emulated", "converted", "quality", *chosen)]
     inside = sum(row["inside"] for row in validation.summary())
     sections = [
         "<h1>What a wiring gives, and how well we know it</h1>",
@@ -66,7 +67,7 @@ def build_report(results: Results, validation: Validation) -> str:
         _figures([charts["emulated"]]),
         "<h2>How much of the model to convert</h2>",
         "<p>Speed-up and quality against the number of converted layers, counted from the top of the model.</p>",
-        _figures([charts["converted"], charts["quality"]]),
+        _figures([charts[key] for key in ("converted", "quality", *chosen)]),
         "<h2>Results</h2>",
         "".join(_table(table) for table in results.tables) or '<p class="quiet">No result files were given.</p>',
         "<h2>Is the plan right?</h2>",
@@ -100,7 +101,7 @@ def write_report(
     if plots is not None:
         folder = Path(plots)
         folder.mkdir(parents=True, exist_ok=True)
-        for chart in all_charts(results.quality):
+        for chart in all_charts(results.quality, results.selections):
             picture = folder / f"{chart.key}.svg"
             picture.write_text(chart_svg(chart))
             written.append(picture)

@@ -10,6 +10,7 @@ from typing import Any
 
 from .hardware import shipped
 from .points import result_points
+from .selection_chart import selection_chart
 from .trace import Panel, read_trace
 
 FIRST_RANK = ", rank 0"  # at the end of the title of a recorded panel
@@ -38,6 +39,7 @@ class Results:
     tables: tuple[Table, ...]
     quality: tuple[Mapping[str, Any], ...]
     timelines: tuple[Timeline, ...] = ()
+    selections: tuple[Mapping[str, Any], ...] = ()  # curves of `ladder convert --wiring auto`, with a name
 
 
 def read_results(paths: Iterable[str | Path]) -> Results:
@@ -51,8 +53,11 @@ def read_results(paths: Iterable[str | Path]) -> Results:
     tables: list[Table] = []
     quality: list[Mapping[str, Any]] = []
     timelines: list[Timeline] = []
+    selections: list[Mapping[str, Any]] = []
     for file in files:
         document = _load(file)
+        if "selection" in document:  # a healing run that chose its layers first
+            selections.append(_selection(document["selection"], document, file))
         if "traceEvents" in document:
             timelines.append(_timeline(document, file))
         elif document.get("kind") == "plan":
@@ -62,6 +67,10 @@ def read_results(paths: Iterable[str | Path]) -> Results:
         elif "quality" in document:
             quality.append({"name": file.stem, **document})
             _check_quality(document, file)
+        elif "curves" in document:
+            selections.append(_selection(document, document, file))
+        elif "models" in document and "tasks" in document:
+            tables.append(_tasks_table(document, file))
         elif "points" in document or (document.get("benchmark") == "decode" and document.get("emulated")):
             tables.append(_emulated_table(document, file))
         elif _list_of_rows(document) is not None:
@@ -69,9 +78,9 @@ def read_results(paths: Iterable[str | Path]) -> Results:
         else:
             raise ValueError(
                 f"{file} is no result this page knows: it has {', '.join(list(document)[:8]) or 'no fields'}; "
-                "expected kind = plan, benchmark = overlap, quality, points, rows, or a trace of `ladder trace`"
+                "expected kind = plan, benchmark = overlap, quality, curves, points, rows, runs, or a trace of `ladder trace`"
             )
-    return Results(tuple(tables), tuple(quality), tuple(timelines))
+    return Results(tuple(tables), tuple(quality), tuple(timelines), tuple(selections))
 
 
 def _load(file: Path) -> dict[str, Any]:
@@ -104,6 +113,34 @@ def _check_quality(document: Mapping[str, Any], file: Path) -> None:
         ) from error
     if not points:
         raise ValueError(f"{file}: quality has no points")
+
+
+def _selection(found: Mapping[str, Any], document: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
+    named = {
+        "name": str(document.get("model") or file.parent.name).partition(" (")[0],
+        "curves": found.get("curves"),
+        "original": found.get("original"),
+    }
+    try:
+        selection_chart(named)
+    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
+        raise ValueError(
+            f"{file}: no curves as `ladder convert --wiring auto` writes them; missing or wrong: {error}"
+        ) from error
+    return named
+
+
+def _tasks_table(document: Mapping[str, Any], file: Path) -> Table:
+    """Accuracies in per cent with their standard errors: a row for each model."""
+    try:
+        tasks = tuple(next(iter(document["models"].values())))
+        rows = tuple(
+            (name, *(f"{100 * scores[task]['value']:.1f} ± {100 * scores[task]['stderr']:.1f}" for task in tasks))
+            for name, scores in document["models"].items()
+        )
+    except (KeyError, TypeError, AttributeError, StopIteration) as error:
+        raise ValueError(f"{file}: no tasks as `ladder eval` scores them; missing or wrong: {error!r}") from error
+    return Table(f"Tasks: {file.parent.name}", "measured", str(document["tasks"]), ("model", *tasks), rows)
 
 
 def _need(document: Mapping[str, Any], file: Path, *keys: str) -> None:
@@ -179,7 +216,7 @@ def _emulated_table(document: Mapping[str, Any], file: Path) -> Table:
 
 
 def _list_of_rows(document: Mapping[str, Any]) -> list[dict[str, Any]] | None:
-    for key in ("rows", "results"):
+    for key in ("rows", "results", "runs"):
         rows = document.get(key)
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             return rows
