@@ -1,8 +1,11 @@
-"""The selection of docs/adaptation.md: which layers of stories15M (6 layers) to convert, all numbers and orders, on a CPU.
+"""stories15M (6 layers) on a CPU: which layers to convert, all numbers and orders; and short healing runs that differ in one thing.
 
     python runs/adapt_stories15m.py DATA work results/adapt/selection.json
+    python runs/adapt_stories15m.py DATA work results/adapt/stories15m.json --heal
 
-DATA holds models/stories15M.bf16planes.xz, tokenizers/llama2_tokenizer.bin and text/stories15M_samples.jsonl.xz.
+DATA holds models/stories15M.bf16planes.xz, tokenizers/llama2_tokenizer.bin, text/stories15M_samples.jsonl.xz and
+text/tinyshakespeare.txt.xz. Healing runs have one optimizer and one learning rate (LoRA: its own), so that methods can be compared;
+those done before are kept in ``work``. ``--only`` names some of them, for several processes side by side.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import lzma
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +46,70 @@ def make_texts(data: Path, work: Path) -> None:
         stories = [json.loads(line)["text"] for line in lines]
     for name, part in (("heldout", stories[:HELD_OUT]), ("train", stories[HELD_OUT:])):
         (work / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in part), encoding="utf-8")
+    with lzma.open(data / "text" / "tinyshakespeare.txt.xz", "rt", encoding="utf-8") as lines:
+        (work / "shakespeare.txt").write_text(lines.read()[:400_000], encoding="utf-8")
+
+
+TOKENS, STEP, SEQUENCE, RATE = 163_840, 4096, 256, 6e-4
+HALF, ALL = "ladder:3-5", "ladder"
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "control sft": ("standard", dict(method="sft")),
+    "sft 3": (HALF, dict(method="sft")),
+    "distill 3": (HALF, dict()),
+    "lora 3": (HALF, dict(method="lora", learning_rate=4e-3)),
+    "distill 6": (ALL, dict()),
+    "sft 6": (ALL, dict(method="sft")),
+    "progressive 6": (ALL, dict(stages=("ladder:4-5", "ladder:2-5"), stages_share=0.5)),
+    "distill 3, seed 1": (HALF, dict(seed=1)),
+    "sft 3, seed 1": (HALF, dict(method="sft", seed=1)),
+    "distill 3, seed 2": (HALF, dict(seed=2)),
+    "sft 3, seed 2": (HALF, dict(method="sft", seed=2)),
+}
+
+
+def heal(work: Path, name: str) -> None:
+    """One run of ``ladder adapt``; its curve in ``work``."""
+    from ladder_residual.adapt.run import adapt
+    from ladder_residual.adapt.settings import Settings, Source
+    from ladder_residual.convert import convert
+    from ladder_residual.parallel import distributed
+
+    wiring, changes = RUNS[name]
+    source, folder = work / "stories15m", work / name.replace(",", "").replace(" ", "-")
+    if not folder.exists():
+        convert(source, folder, wiring=wiring)
+    texts = (str(work / "heldout.jsonl"), str(work / "shakespeare.txt"))
+    settings = Settings(
+        **dict(
+            student=str(folder), teacher=str(source), out=f"{folder}-healed", data=(Source(str(work / "train.jsonl")),),
+            heldout=texts, tokens=TOKENS, batch_tokens=STEP, sequence=SEQUENCE, learning_rate=RATE, evaluate_every=20,
+            evaluate_tokens=16_384, progress=False,
+        ) | changes
+    )  # fmt: skip
+    with distributed("cpu") as world:
+        found = adapt(settings, world, lambda line: print(f"{name}: {line}", flush=True))
+    kept = {"name": name, "wiring": wiring, "changes": changes, "tokens": TOKENS, "curve": found.curve}
+    (work / f"{folder.name}.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
+
+
+def heal_all(work: Path, out: Path, only: list[str]) -> None:
+    from ladder_residual.bench.environment import environment
+
+    for name in only or RUNS:
+        if name not in RUNS:
+            raise SystemExit(f"no run is called {name!r}; there are {', '.join(RUNS)}")
+        if not (work / (name.replace(",", "").replace(" ", "-") + ".json")).exists():
+            heal(work, name)
+    done = [work / (name.replace(",", "").replace(" ", "-") + ".json") for name in RUNS]
+    runs = [json.loads(path.read_text(encoding="utf-8")) for path in done if path.exists()]
+    about = {
+        "benchmark": "adapt stories15m",
+        "model": "stories15M",
+        "step_tokens": STEP,
+        "learning_rate": RATE,
+        "optimizer": "adamw",
+    }
+    out.write_text(json.dumps({**about, "runs": runs, **environment()}, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -49,7 +117,9 @@ def main() -> None:
     parser.add_argument("data", type=Path)
     parser.add_argument("work", type=Path)
     parser.add_argument("out", type=Path)
-    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--tokens", type=int, default=4096, help="of the calibration text")
+    parser.add_argument("--heal", action="store_true", help="healing runs instead of the selection")
+    parser.add_argument("--only", action="append", default=[], help="a healing run; may be repeated")
     arguments = parser.parse_args()
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
@@ -57,6 +127,9 @@ def main() -> None:
     if not model.exists():
         make_model(arguments.data, model)
         make_texts(arguments.data, work)
+    if arguments.heal:
+        heal_all(work, arguments.out, arguments.only)
+        return
     layers = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     words = [
         "convert",

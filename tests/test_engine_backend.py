@@ -1,17 +1,25 @@
 """The engine under `generate`, with its slow reference in the place of the CUDA kernels: same text as the model itself."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladder_residual import rewire
+from ladder_residual.config import Wiring
 from ladder_residual.engine.backend import EngineModel, right_padded
+from ladder_residual.engine.decoder import check_weights, prefill_bytes
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.weights import stack_weights
-from ladder_residual.generate import Sampling, complete, load_tokenizer, with_engine
+from ladder_residual.generate import Sampling, complete, fits, load_tokenizer, with_engine
 from ladder_residual.loading import load_model
+from ladder_residual.memory import require
 from ladder_residual.model import wiring_of
 from ladder_residual.parallel import World
+from ladder_residual.presets import ModelShape
 from tiny_models import clone, random_ids, tiny_model
 
 
@@ -96,3 +104,63 @@ def test_what_the_engine_cannot_take_falls_back_or_is_refused(demo_dir):
         with_engine(model, World(), "fast", **options)
     with pytest.warns(UserWarning, match="using the slow path: the CUDA engine's cache cannot follow beams"):
         assert with_engine(model, World(device=torch.device("cuda")), "auto", **options | {"beams": 2}) is model
+
+
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"batch": 300}, "batch 300 is outside"),
+        ({"wiring": "delayed-1"}, "no delayed-1 wiring"),
+        ({"dtype": torch.float32}, "runs bfloat16 or float16, not torch.float32"),
+        ({"free": 1}, "the KV cache of batch 2 at context 64 needs"),
+        ({"size": 3}, "does not divide into tp=3"),
+        ({"shape": True}, "has shape"),
+    ],
+)
+def test_a_refused_model_still_holds_its_weights(change, reason, monkeypatch):
+    """Falling back to a model that was emptied already would be no way back. The GPU is pretended; nothing gets as far as it."""
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
+        head_dim=64,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(change.get("dtype", torch.bfloat16))
+    if "wiring" in change:
+        monkeypatch.setattr("ladder_residual.engine.backend.wiring_of", lambda config: Wiring.parse(change["wiring"], 2))
+    if "shape" in change:
+        model.model.layers[1].mlp.up_proj.weight.data = model.model.layers[1].mlp.up_proj.weight.data[:7]
+    monkeypatch.setattr("ladder_residual.engine.decoder.check_weights", partial(pretended_gpu, check_weights))
+    monkeypatch.setattr("ladder_residual.memory.free_bytes", lambda device: change.get("free", 10**12))
+    world = World(size=change.get("size", 1), device=GPU, emulated=True)
+    before = model.lm_head.weight.clone()
+    with pytest.warns(UserWarning, match=f"using the slow path: .*{reason}"):
+        kept = with_engine(model, world, "auto", batch=change.get("batch", 2), context=64, beams=1, schedule="auto")
+    assert kept is model
+    torch.testing.assert_close(model.lm_head.weight, before)  # not on the meta device
+    with pytest.raises(ValueError, match=reason):
+        with_engine(model, world, "cuda", batch=change.get("batch", 2), context=64, beams=1, schedule="auto")
+
+
+def pretended_gpu(check, dtype, device):
+    check(dtype, GPU)
+
+
+def test_a_prompt_that_does_not_fit_the_card_is_told_in_numbers(monkeypatch):
+    shape = ModelShape.from_name("llama-3-70b")
+    sizes = RankSizes.of(shape, 8, 0)
+    need = prefill_bytes(sizes, 4 * 32768, 2)
+    assert 30e9 < need < 120e9  # messages 8192 wide and an MLP of 3584, for 131,072 rows
+    monkeypatch.setattr("ladder_residual.memory.free_bytes", lambda device: int(need) - 1)
+    with pytest.raises(ValueError, match=rf"^reading needs {need / 1e9:.1f} GB, {need / 1e9:.1f} GB are free: fewer$"):
+        require(need, GPU, "reading", "fewer")
+    require(need - 2, GPU, "reading", "fewer")
+
+
+def test_a_chat_leaves_room_in_the_engines_cache(demo_dir):
+    model, tokenizer = load_model(demo_dir), load_tokenizer(demo_dir)
+    sampling = Sampling(max_new_tokens=10)
+    assert fits(model, tokenizer, "Once upon a time", sampling)
+    fast = EngineModel(model.config, model.generation_config, SimpleNamespace(batch=1, max_context=12), torch.device("cpu"))
+    assert not fits(fast, tokenizer, "Once upon a time", sampling)

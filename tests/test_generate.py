@@ -185,7 +185,10 @@ def test_torchrun_is_the_same_as_tp(demo_dir):
         (["bench", "overlap", "--latency", "5"], "no unit"),
         (["bench", "overlap", "--model", "llama-9"], "unknown preset"),
         (["bench", "decode", "--batch", "1,x", "--device", "cpu"], "--batch takes whole numbers"),
-        (["bench", "prefill"], "torch sees no CUDA device"),
+        (["bench", "prefill", "--device", "cuda"], "torch sees no CUDA device"),
+        (["bench", "e2e", "--batch", "1,x"], "--batch takes whole numbers"),
+        (["bench", "prefill", "--links", "h200-nccl", "--device", "cpu", "--tp", "1"], "need a GPU"),
+        (["generate", "DEMO", "-p", "x", "--schedule", "three"], "unknown schedule 'three'"),
         (["generate", "DEMO", "-p", "x", "--emulate", "tp=8"], "cannot emulate 'tp=8'"),
         (["generate", "DEMO", "-p", "x", "--emulate", "tp=2,link=24us", "--tp", "2"], "leave out --tp 2"),
         (["generate", "DEMO", "-p", "x", "--emulate", "tp=2,link=24us"], "needs the CUDA engine and a GPU"),
@@ -237,6 +240,20 @@ def test_bench_decode_on_cpu_measures_real_ranks(demo_dir):
         (batch, wiring) for batch in (1, 3) for wiring in ("standard", "ladder", "desync-2x", "no-comm")
     }
     assert all(row["median_ms"] > 0 for row in result["rows"])
+
+
+@pytest.mark.parametrize("phase", ["prefill", "e2e"])
+def test_the_other_phases_on_cpu_measure_real_ranks(phase, demo_dir):
+    words = ["bench", phase, "--model", demo_dir, "--tp", "2", "--batch", "1,2", "--prompt", "8", "--links", "none"]
+    done = ladder(*words, "--wirings", "ladder", "--repeats", "5", "--json", *(["--new", "4"] if phase == "e2e" else []))
+    result = json.loads(done.stdout)  # nothing but the JSON
+    assert result["benchmark"] == phase
+    assert result["sums_per_step"] == 2 * 5 * (4 if phase == "e2e" else 1)
+    assert {(row["batch"], row["wiring"]) for row in result["rows"]} == {
+        (batch, wiring) for batch in (1, 2) for wiring in ("standard", "ladder", "no-comm")
+    }
+    counted = 4 if phase == "e2e" else 8
+    assert all(row["tokens_per_s"] == pytest.approx(row["batch"] * counted * 1e3 / row["median_ms"]) for row in result["rows"])
 
 
 def test_the_demo_shows_what_it_says():

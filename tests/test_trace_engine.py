@@ -49,6 +49,13 @@ def test_two_lanes_get_rows_of_their_own() -> None:
     assert [(s.name, s.row) for s in spans] == [("attention", COMPUTE), ("MLP", LANE), ("head", LANE)]
 
 
+def test_a_sum_belongs_to_the_layer_the_plan_says() -> None:
+    """Parallel has one sum a layer."""
+    kernels = [kernel("embed", 7, 0), kernel("copy_that_lasts", 7, 1), *layer(7, 2), kernel("copy_that_lasts", 7, 8)]
+    kernels += [*layer(7, 9), kernel("copy_that_lasts", 7, 15), kernel("norm_project", 7, 16)]
+    assert [s.layer for s in engine_spans(kernels, sums_of=[0, 1]) if s.row == COMM] == [0, 0, 1]
+
+
 def test_only_kernels_are_read() -> None:
     document = {
         "traceEvents": [

@@ -232,9 +232,9 @@ def generate(
         world.check_same("the prompts", repr(prompts))
         sampling = with_seed(sampling, world)
         longest = max(len(ids) for ids in tokenize(tokenizer, prompts)["input_ids"])
+        if emulated and world.size > 1:
+            raise ValueError(f"--emulate runs in one process, here are {world.size}")
         share = replace(world, size=emulated.tp, emulated=True) if emulated else world
-        if emulated:
-            print(f"{emulated}: the others' parts of every sum are missing, so the words mean nothing", file=sys.stderr)
         model = with_engine(
             load_model(
                 source,
@@ -252,6 +252,10 @@ def generate(
             schedule=schedule,
             link=emulated.link if emulated else None,
         )
+        label = {}
+        if emulated:
+            label = {"emulated": str(emulated)}
+            print(f"{emulated}: the others' parts of every sum are missing, so the words mean nothing", file=sys.stderr)
         watch = Stopwatch()
         if file is not None:
             with LineWriter(out) if world.is_main else silent() as sink, watch:
@@ -259,7 +263,7 @@ def generate(
                     model, tokenizer, prompts, sampling, world, batch_size=batch_size, chat=are_chats
                 ):
                     watch.tokens += completion.new_tokens
-                    sink.write(completion.to_json())
+                    sink.write(completion.to_json(**label))
         else:
             assert prompt is not None
             streamed = num_beams == 1

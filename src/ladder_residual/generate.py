@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .checkpoint import read_json, resolve
 from .engine.emulate import Link
+from .engine.schedule import SCHEDULES
 from .generation_settings import LEAST_TEMPERATURE
 from .launch import is_out_of_memory
 from .parallel import World
@@ -84,8 +85,9 @@ class Completion:
     new_tokens: int
     token_ids: list[int] = field(default_factory=list)
 
-    def to_json(self) -> str:
-        return json.dumps({"prompt": self.prompt, "text": self.text, "new_tokens": self.new_tokens}, ensure_ascii=False)
+    def to_json(self, **more: str) -> str:
+        fields = {"prompt": self.prompt, "text": self.text, "new_tokens": self.new_tokens}
+        return json.dumps({**fields, **more}, ensure_ascii=False)
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
@@ -173,8 +175,12 @@ def encode(
 
 
 def fits(model: Any, tokenizer: PreTrainedTokenizerBase, prompt: str, sampling: Sampling) -> bool:
-    """Whether a chat prompt and its answer fit the model's context."""
-    limit = getattr(model.config, "max_position_embeddings", None)
+    """Whether a chat prompt and its answer fit the model's context, and the engine's cache if it has one."""
+    limits = (
+        getattr(model.config, "max_position_embeddings", None),
+        getattr(getattr(model, "engine", None), "max_context", None),
+    )
+    limit = min((limit for limit in limits if limit), default=None)
     return not limit or len(tokenizer(prompt, add_special_tokens=False)["input_ids"]) + sampling.max_new_tokens <= limit
 
 
@@ -303,6 +309,8 @@ def with_engine(
     other ranks are emulated (``link``): only the engine does that."""
     if kind not in ("auto", "cuda", "torch"):
         raise ValueError(f"unknown engine {kind!r}; choose auto, cuda or torch")
+    if schedule not in ("auto", *SCHEDULES):
+        raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
     if link is not None:
         if kind == "torch" or world.device.type != "cuda":
             raise ValueError("--emulate needs the CUDA engine and a GPU; ladder plan answers without one")

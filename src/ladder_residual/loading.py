@@ -24,6 +24,7 @@ from .families import Family, check_wiring, family_of
 from .generation_settings import generation_config
 from .hf_config import ladder_config_class, wiring_of
 from .launch import is_out_of_memory
+from .memory import require
 from .model import rewire, set_reducer
 from .parallel import World
 from .presets import ModelShape
@@ -127,6 +128,7 @@ def load_model(
         model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
     _check_shapes(model, checkpoint)
     check_buffers(model)
+    check_weights_fit(model, world)
     with built_from(file):
         restore_buffers(model, world.device)
 
@@ -140,6 +142,14 @@ def load_model(
         model.generation_config = found
     set_reducers(model, reducer or world.reducer())
     return model.eval()
+
+
+def check_weights_fit(model: PreTrainedModel, world: World) -> None:
+    """Before the first weight is read: a GPU that is too small says so in numbers."""
+    if world.device.type != "cuda":
+        return  # a host swaps, and is_out_of_memory tells what the kernel did about it
+    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / world.size
+    require(need, world.device, "a rank's weights", "use more ranks (--tp) or a dtype of fewer bytes (--dtype bfloat16)")
 
 
 def shard_model(

@@ -34,17 +34,16 @@ def read_kernels(document: dict[str, Any]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
-def engine_spans(kernels: Iterable[Kernel], lanes: int = 1) -> list[Span]:
+def engine_spans(kernels: Iterable[Kernel], lanes: int = 1, sums_of: Sequence[int] = ()) -> list[Span]:
     """Modules and sums of one step at batch 1. A module begins with the kernel that reads the stream; attention is the one that
     attends; what is left after the last layer is the head. A replayed graph runs one lane on whatever streams it likes, so only
-    two lanes are told apart by them."""
+    two lanes are taken apart by them. ``sums_of``: the layer of each sum in turn; two a layer unless said."""
     kernels = sorted(kernels, key=lambda kernel: kernel.start)
     if lanes == 1:
         kernels = [kernel._replace(stream=0) for kernel in kernels]
     modules = sorted(
         (m for stream in _by_stream(kernels).values() for m in _modules(stream)), key=lambda module: module[0].start
     )
-    rows: dict[int, str] = {}
     seen = {"attention": 0, "MLP": 0}
     spans = []
     for index, module in enumerate(modules):
@@ -54,12 +53,13 @@ def engine_spans(kernels: Iterable[Kernel], lanes: int = 1) -> list[Span]:
         else:
             layer = seen[name]
             seen[name] += 1
-        row = rows.setdefault(module[0].stream, COMPUTE if not rows else LANE)
+        row = COMPUTE if lanes == 1 or name == "attention" else LANE
         spans.append(Span(row, name, layer, module[0].start, module[-1].end))
     sums = [kernel for kernel in kernels if kernel.name.startswith(SUM)]
     for number, kernel in enumerate(sums):
         name = EMBEDDING_SUM if number == 0 else "all-reduce"
-        spans.append(Span(COMM, name, max(number - 1, 0) // 2, kernel.start, kernel.end))
+        layer = sums_of[number - 1] if 0 < number <= len(sums_of) else max(number - 1, 0) // 2
+        spans.append(Span(COMM, name, layer, kernel.start, kernel.end))
     return spans + waiting_spans(spans)
 
 
@@ -110,7 +110,9 @@ def record_engine(
             profiler.export_chrome_trace(str(Path(scratch) / "trace.json"))
             kernels = read_kernels(json.loads((Path(scratch) / "trace.json").read_text()))
         zero = kernels[0].start
-        spans = [replace(s, start=s.start - zero, end=s.end - zero) for s in engine_spans(kernels, engine.lanes)]
+        spans = [
+            replace(s, start=s.start - zero, end=s.end - zero) for s in engine_spans(kernels, engine.lanes, engine.sums_of)
+        ]
         title = f"{wiring}, {engine.schedule} lane{'s' if engine.lanes > 1 else ''}"
         panels.append(Panel(title, in_rows(spans), layer_us(spans), hidden_percent(spans), "emulated"))
         rows.append({"wiring": wiring, "schedule": engine.schedule, "layer_us": panels[-1].layer_us,

@@ -15,7 +15,10 @@ Ranks = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks; 
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
 Shape = Annotated[
-    str, typer.Option("--model", help="Name of a published shape (random weights), or on CPU a checkpoint directory.")
+    str,
+    typer.Option(
+        "--model", help="Published shape (random weights) or checkpoint directory (on a GPU its shape, with random weights)."
+    ),
 ]
 Layers = Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")]
 Wirings = Annotated[str, typer.Option(help="Comma-separated, e.g. standard,ladder:last-half,ladder.")]
@@ -23,6 +26,10 @@ Links = Annotated[
     str, typer.Option(help="Emulated all-reduce: none, 24us, h200-nccl, 'alpha=12,beta=90'; separate several with ';'.")
 ]
 Repeats = Annotated[int, typer.Option(help="Measured runs per case.")]
+Batches = Annotated[str, typer.Option(help="Comma-separated.")]
+Prompt = Annotated[int, typer.Option(help="Tokens of the prompt.")]
+New = Annotated[int, typer.Option(help="Tokens generated.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
 
 
 @bench.command("overlap")
@@ -71,24 +78,31 @@ def bench_decode(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
     tp: Ranks = 8,
-    batch: Annotated[str, typer.Option(help="Comma-separated.")] = "1",
-    context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1280,
+    batch: Batches = "1",
+    prompt: Prompt = 1024,
+    new: New = 512,
+    context: Annotated[
+        int | None, typer.Option(help="Tokens in the cache; default: the prompt and half of the new ones.")
+    ] = None,
     wirings: Wirings = "standard,ladder,parallel,desync-2x,no-comm",
     links: Links = "none;24us",
     schedule: Annotated[str, typer.Option(help="Of ladder: one lane, two lanes, or auto (measured).")] = "auto",
     repeats: Repeats = 40,
     device: Device = "auto",
+    as_json: Json = False,
 ) -> None:
     """Decode steps. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
-    names, batches = split_wirings(wirings), _whole_numbers(batch, "batch")
+    context = context or prompt + new // 2
+    asked: dict[str, Any] = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
+    batches = _whole_numbers(batch, "batch")
     if not _on_gpu(device):
         on_ranks(tp)
-        _print_result(_decode_on_cpu(model, layers, batches, context, names, links, repeats))
+        _print_result(_on_cpu_ranks("decode", batches, links, prompt=context, **asked), as_json)
         return
     from .gpu import bench_decode as run
 
-    options: dict[str, Any] = {"batches": batches, "context": context, "schedule": schedule, "layers": layers}
-    _print_result(run(model=model, tp=tp or 1, wirings=names, links=_split_links(links), repeats=repeats, **options))
+    options: dict[str, Any] = {"batches": batches, "context": context, "schedule": schedule}
+    _print_result(run(tp=tp or 1, links=_split_links(links), **asked, **options), as_json)
 
 
 @bench.command("prefill")
@@ -96,18 +110,30 @@ def bench_prefill(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
     tp: Ranks = 8,
-    batch: Annotated[int, typer.Option()] = 1,
-    prompt: Annotated[int, typer.Option()] = 1024,
+    batch: Batches = "1",
+    prompt: Prompt = 1024,
     wirings: Wirings = "standard,ladder",
     links: Links = "none;500us",
     repeats: Repeats = 5,
+    device: Device = "auto",
+    as_json: Json = False,
 ) -> None:
-    """Time to the first token on the CUDA engine (emulated rank when tp > 1)."""
-    _need_gpu("prefill")
+    """Time to the first token. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
+    asked: dict[str, Any] = {
+        "model": model,
+        "layers": layers,
+        "wirings": split_wirings(wirings),
+        "repeats": repeats,
+        "prompt": prompt,
+    }
+    batches = _whole_numbers(batch, "batch")
+    if not _on_gpu(device):
+        on_ranks(tp)
+        _print_result(_on_cpu_ranks("prefill", batches, links, **asked), as_json)
+        return
     from .gpu import bench_prefill as run
 
-    options: dict[str, Any] = {"batch": batch, "prompt": prompt, "layers": layers, "repeats": repeats}
-    _print_result(run(model=model, tp=tp or 1, wirings=split_wirings(wirings), links=_split_links(links), **options))
+    _print_result(run(tp=tp or 1, batches=batches, links=_split_links(links), **asked), as_json)
 
 
 @bench.command("e2e")
@@ -115,19 +141,32 @@ def bench_e2e(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
     tp: Ranks = 8,
-    batch: Annotated[int, typer.Option()] = 1,
-    prompt: Annotated[int, typer.Option()] = 1024,
-    new: Annotated[int, typer.Option(help="Tokens generated.")] = 512,
+    batch: Batches = "1",
+    prompt: Prompt = 1024,
+    new: New = 512,
     wirings: Wirings = "standard,ladder",
     links: Links = "24us",
-    repeats: Repeats = 3,
+    repeats: Repeats = 5,
+    device: Device = "auto",
+    as_json: Json = False,
 ) -> None:
-    """Prompt to last token on the CUDA engine (emulated rank when tp > 1): the paper's measure."""
-    _need_gpu("e2e")
+    """Prompt to last token, the paper's measure. On a GPU: rank 0 of TP (emulated when tp > 1); on CPU: real ranks."""
+    asked: dict[str, Any] = {
+        "model": model,
+        "layers": layers,
+        "wirings": split_wirings(wirings),
+        "repeats": repeats,
+        "prompt": prompt,
+        "new": new,
+    }
+    batches = _whole_numbers(batch, "batch")
+    if not _on_gpu(device):
+        on_ranks(tp)
+        _print_result(_on_cpu_ranks("e2e", batches, links, **asked), as_json)
+        return
     from .gpu import bench_e2e as run
 
-    options: dict[str, Any] = {"batch": batch, "prompt": prompt, "new": new, "layers": layers, "repeats": repeats}
-    _print_result(run(model=model, tp=tp or 1, wirings=split_wirings(wirings), links=_split_links(links), **options))
+    _print_result(run(tp=tp or 1, batches=batches, links=_split_links(links), **asked), as_json)
 
 
 @bench.command("train")
@@ -209,46 +248,43 @@ def _need_gpu(name: str) -> None:
         )
 
 
-def _decode_on_cpu(
-    model: str, layers: int | None, batches: list[int], context: int, wirings: list[str], links: str, repeats: int
-) -> dict[str, Any] | None:
+def _on_cpu_ranks(phase: str, batches: list[int], links: str, *, model: str, **asked: Any) -> dict[str, Any] | None:
     """The same table from real ranks over this host's link, each emulated latency added to it."""
     from ..parallel import distributed
     from .overlap import run
 
-    seconds = [0.0 if link in ("none", "0") else read_seconds(link) for link in _split_links(links)]
+    seconds = [0.0 if link in ("none", "0") else _latency(link) for link in _split_links(links)]
     with distributed("cpu") as world:
         parts = [
-            run(
-                world,
-                source=model,
-                layers=layers,
-                wirings=wirings,
-                latency=latency,
-                batch=batch,
-                prompt=context,
-                repeats=repeats,
-            )
+            run(world, source=model, latency=latency, batch=batch, phase=phase, **asked)
             for batch in batches
             for latency in seconds
         ]
         rows = [{"batch": part["batch"], "link": part["link"], **row} for part in parts for row in part["rows"]]
-        return {**parts[0], "benchmark": "decode", "rows": rows} if world.is_main else None
+        return {**parts[0], "benchmark": phase, "rows": rows} if world.is_main else None
 
 
-def _print_result(result: dict[str, Any] | None) -> None:
-    """A table of the rows, then everything as one JSON line."""
+def _latency(link: str) -> float | None:
+    try:
+        return read_seconds(link)
+    except ValueError as error:
+        raise ValueError(f"{error}; ranks on CPUs take latencies, measured tables and alpha,beta need a GPU") from None
+
+
+def _print_result(result: dict[str, Any] | None, as_json: bool = False) -> None:
+    """A table of the rows, then everything as one JSON line (``as_json``: that alone)."""
     if result is None:
         return
-    from rich.console import Console
-    from rich.table import Table
+    if not as_json:
+        from rich.console import Console
+        from rich.table import Table
 
-    title = " ".join(str(result[key]) for key in ("benchmark", "model") if key in result) + f", tp {result.get('tp', 1)}"
-    columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], dict)))
-    table = Table(*columns, title=title + (" (emulated)" if result.get("emulated") else ""))
-    for row in result["rows"]:
-        table.add_row(*[_cell(row.get(column)) for column in columns])
-    Console(width=160).print(table)
+        title = " ".join(str(result[key]) for key in ("benchmark", "model") if key in result) + f", tp {result.get('tp', 1)}"
+        columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], dict)))
+        table = Table(*columns, title=title + (" (emulated)" if result.get("emulated") else ""))
+        for row in result["rows"]:
+            table.add_row(*[_cell(row.get(column)) for column in columns])
+        Console(width=160).print(table)
     print(json.dumps(result))
 
 

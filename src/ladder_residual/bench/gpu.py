@@ -6,6 +6,7 @@ return JSON-able dicts; ``ladder bench`` and ``runs/`` call them.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -19,6 +20,7 @@ from ..engine.emulate import Link, parse_link
 from ..engine.roofline import read_bandwidth
 from ..engine.spec import EngineSpec, RankSizes
 from ..engine.weights import RankWeights, random_weights, stack_weights
+from ..plan.models import resolve_model
 from ..presets import ModelShape
 from .environment import environment
 from .gpu_report import spread
@@ -30,10 +32,9 @@ class Shard:
     """One rank's random weights on the card, made once and shared by all engines of a benchmark."""
 
     def __init__(self, model: str | ModelShape, tp: int, *, layers: int | None = None) -> None:
-        shape = ModelShape.from_name(model) if isinstance(model, str) else model
+        self.name, shape = resolve_model(model) if isinstance(model, str) else (model.family, model)
         if layers is not None:
             shape = ModelShape(**{**shape.to_dict(), "num_layers": layers})
-        self.name = model if isinstance(model, str) else shape.family
         self.tp = tp
         self.spec = EngineSpec.from_shape(shape)
         self.sizes = RankSizes.of(shape, tp, 0)
@@ -76,7 +77,10 @@ def bench_decode(
     shard: Shard | None = None,
 ) -> dict[str, Any]:
     """Time of one decode step at ``context`` for every (batch, link, wiring); the no-communication bound comes with each batch."""
+    if context <= repeats // 2:
+        raise ValueError(f"{repeats} steps around a context of {context} tokens begin before its first: lower the repeats")
     shard = shard or Shard(model, tp, layers=layers)
+    links = links_of(links, shard.tp)
     max_context = max_context or max(2 * context, 2048)
     bandwidth = read_bandwidth()
     rows: list[dict[str, Any]] = []
@@ -85,7 +89,8 @@ def bench_decode(
         for link_name in dict.fromkeys(("none", *links)):
             link = parse_link(link_name, tp=tp)
             baseline: float | None = None
-            for wiring in wirings if link_name in links else ("standard",):
+            asked = wirings if link_name in links else ("standard",)
+            for wiring in sorted(asked, key=lambda wiring: wiring != "standard"):  # the others are compared with it
                 if wiring == "no-comm" and link_name != "none":
                     continue  # it never communicates: one row is enough
                 engine = shard.engine(wiring, link, batch=batch, max_context=max_context, schedule=schedule)
@@ -134,15 +139,15 @@ def bench_decode(
 
 
 def bench_prefill(
-    *, model: str = "llama-3-70b", tp: int = 8, batch: int = 1, prompt: int = 1024, wirings: Sequence[str] = ("standard", "ladder"),
-    links: Sequence[str] = ("none", "24us"), repeats: int = 5, layers: int | None = None, link_table: str | None = None,
-    shard: Shard | None = None,
+    *, model: str = "llama-3-70b", tp: int = 8, batches: Sequence[int] = (1,), prompt: int = 1024,
+    wirings: Sequence[str] = ("standard", "ladder"), links: Sequence[str] = ("none", "24us"), repeats: int = 5,
+    layers: int | None = None, shard: Shard | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Time to the first token. Prefill runs eagerly, so short prompts are bound by launches, not by the card."""
     shard = shard or Shard(model, tp, layers=layers)
     rows = []
-    tokens = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
-    for link_name in links:
+    for batch, link_name in itertools.product(batches, links_of(links, shard.tp)):
+        tokens = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
         link = parse_link(link_name, tp=tp)
         engines = {
             wiring: shard.engine(wiring, link, batch=batch, max_context=prompt + 16, schedule="one") for wiring in wirings
@@ -151,11 +156,12 @@ def bench_prefill(
         taken: dict[str, list[float]] = {wiring: [] for wiring in wirings}
         for turn in range(repeats):
             for wiring, engine in engines.items():
-                taken[wiring] += time_calls(lambda engine=engine: engine.prefill(tokens), 1, warm_up=turn == 0)
+                taken[wiring] += time_calls(lambda engine=engine, tokens=tokens: engine.prefill(tokens), 1, warm_up=turn == 0)
         baseline = median(taken["standard"]) if "standard" in taken else None
         for wiring, times in taken.items():
             rows.append(
                 {
+                    "batch": batch,
                     "link": link_name,
                     "link_us": round(link.microseconds(batch * prompt * shard.sizes.hidden * 2), 2),
                     "wiring": wiring,
@@ -167,27 +173,27 @@ def bench_prefill(
         del engines, engine
         torch.cuda.empty_cache()
     return {
-        "benchmark": "prefill", "emulated": tp > 1, "model": shard.name, "tp": tp, "batch": batch, "prompt": prompt,
+        "benchmark": "prefill", "emulated": tp > 1, "model": shard.name, "tp": tp, "prompt": prompt,
         "layers": shard.sizes.layers, "rows": rows, **environment(),
     }  # fmt: skip
 
 
 def bench_e2e(
-    *, model: str = "llama-3-70b", tp: int = 8, batch: int = 1, prompt: int = 1024, new: int = 512,
+    *, model: str = "llama-3-70b", tp: int = 8, batches: Sequence[int] = (1,), prompt: int = 1024, new: int = 512,
     wirings: Sequence[str] = ("standard", "ladder"), links: Sequence[str] = ("24us",), repeats: int = 3, layers: int | None = None,
     shard: Shard | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Prompt to last token, greedy, tokens chosen on the device: the paper's measure (tokens/s counts generated tokens)."""
     shard = shard or Shard(model, tp, layers=layers)
     rows = []
-    prompts = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
-    for link_name in links:
+    for batch, link_name in itertools.product(batches, links_of(links, shard.tp)):
+        prompts = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
         link = parse_link(link_name, tp=tp)
         baseline = None
-        for wiring in wirings:
+        for wiring in sorted(wirings, key=lambda wiring: wiring != "standard"):
             engine = shard.engine(wiring, link, batch=batch, max_context=prompt + new + 8)
 
-            def generate(engine: DecodeEngine = engine) -> None:
+            def generate(engine: DecodeEngine = engine, prompts: torch.Tensor = prompts) -> None:
                 tokens = engine.argmax(engine.prefill(prompts))
                 for _ in range(new - 1):
                     tokens = engine.argmax(engine.decode(tokens))
@@ -197,6 +203,7 @@ def bench_e2e(
             baseline = rate if wiring == "standard" else baseline
             rows.append(
                 {
+                    "batch": batch,
                     "link": link_name,
                     "wiring": wiring,
                     "schedule": engine.schedule,
@@ -209,9 +216,14 @@ def bench_e2e(
             del engine
             torch.cuda.empty_cache()
     return {
-        "benchmark": "e2e", "emulated": tp > 1, "model": shard.name, "tp": tp, "batch": batch, "prompt": prompt, "new": new,
+        "benchmark": "e2e", "emulated": tp > 1, "model": shard.name, "tp": tp, "prompt": prompt, "new": new,
         "layers": shard.sizes.layers, "rows": rows, **environment(),
     }  # fmt: skip
+
+
+def links_of(links: Sequence[str], tp: int) -> Sequence[str]:
+    """One rank sums with nobody, whatever the link."""
+    return links if tp > 1 else ("none",)
 
 
 def time_steps(engine: DecodeEngine, context: int, repeats: int) -> list[float]:

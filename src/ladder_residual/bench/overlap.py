@@ -20,6 +20,7 @@ from transformers.cache_utils import DynamicCache
 from ..config import Wiring
 from ..families import family_of
 from ..loading import DTYPES, load_model, place_parameters, restore_buffers, set_reducers
+from ..memory import require
 from ..model import decoder_layers, ladder_classes, place_layers
 from ..parallel import World
 from ..presets import ModelShape
@@ -56,6 +57,10 @@ def random_model(
     check_divides(shape, FAMILIES["llama"], world.size, uneven)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / world.size
+    require(
+        need, world.device, f"a rank of {shape.num_layers} random layers", "use a smaller --model, fewer --layers or more ranks"
+    )
     restore_buffers(model, world.device)
     generator = torch.Generator(world.device).manual_seed(world.rank)
 
@@ -115,6 +120,21 @@ class _Prefill(_Decoder):
 
     def forward(self) -> None:
         self.model(self.token, use_cache=False, logits_to_keep=1)
+
+
+class _EndToEnd(_Decoder):
+    """Every step reads the prompt anew and writes ``new`` tokens after it."""
+
+    new = 1
+
+    def forward(self) -> None:
+        cache, token = DynamicCache(config=self.model.config), self.token
+        for _ in range(self.new):
+            logits = self.model(token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+            token = logits[:, -1:].argmax(-1)
+
+
+PHASES: dict[str, type[_Decoder]] = {"decode": _Decoder, "prefill": _Prefill, "e2e": _EndToEnd}
 
 
 def _sync(device: torch.device) -> None:
@@ -182,16 +202,20 @@ def measure_overlap(
     latency: float | None = None,
     batch: int = 1,
     prompt: int = 16,
+    new: int = 1,
     repeats: int = 30,
     phase: str = "decode",
     reducer: Reducer | None = None,
 ) -> dict[str, Any]:
     """Steps of every wiring, interleaved. ``latency`` is the emulated time of a sum in seconds; None picks the time of one
-    module (the shorter one of a layer). ``reducer`` replaces the default one where no latency is emulated."""
+    module (the shorter one of a layer). ``reducer`` replaces the default one where no latency is emulated. A step of phase
+    ``e2e`` is a prompt and ``new`` tokens."""
     if world.size < 2:
         raise ValueError("overlap needs at least two ranks: run with --tp 2")
-    if phase not in ("decode", "prefill"):
-        raise ValueError(f"unknown phase {phase!r}; choose decode or prefill")
+    if phase not in PHASES:
+        raise ValueError(f"unknown phase {phase!r}; choose {', '.join(PHASES)}")
+    if new < 1:
+        raise ValueError(f"new must be at least 1, got {new}")
     if repeats < 5:
         raise ValueError(f"repeats must be at least 5 to say anything about spread, got {repeats}")
     config = model.config
@@ -200,9 +224,10 @@ def measure_overlap(
     plain = reducer or world.reducer()
 
     def decoders(reducer: Reducer, specs: list[str]) -> dict[str, _Decoder]:
-        kind = _Decoder if phase == "decode" else _Prefill
-        made = {spec: kind(model, spec, reducer, batch, prompt, world.device) for spec in specs}
+        made = {spec: PHASES[phase](model, spec, reducer, batch, prompt, world.device) for spec in specs}
         for decoder in made.values():
+            if isinstance(decoder, _EndToEnd):
+                decoder.new = new
             for _ in range(3):  # the prompt, then two steps to warm up
                 decoder.step()
         return made
@@ -224,9 +249,15 @@ def measure_overlap(
         latency = world.broadcast(_shorter_module(decoders(plain, [COMPUTE])[COMPUTE], model))
     reducer = world.reducer("async", latency=latency) if latency else plain
     times = rounds(decoders(reducer, names), repeats)
-    tokens = 1 if phase == "decode" else prompt  # of each sequence, per step
-    message = torch.zeros(batch, tokens, config.hidden_size, dtype=model.dtype, device=world.device)
-    communication = statistics.median(_agree(_communication(reducer, message, modules, 10, world), world))
+    passes = {"decode": [1], "prefill": [prompt], "e2e": [prompt] + [1] * (new - 1)}[
+        phase
+    ]  # tokens of a sequence in each forward
+    tokens = new if phase == "e2e" else passes[0]  # that count: what a step reads or, end to end, writes
+    communication = 0.0
+    for length in sorted(set(passes)):
+        message = torch.zeros(batch, length, config.hidden_size, dtype=model.dtype, device=world.device)
+        once = statistics.median(_agree(_communication(reducer, message, modules, 10, world), world))
+        communication += passes.count(length) * once
     compute = statistics.median(times[COMPUTE])
     standard = statistics.median(times["standard"])
     bound = max(compute, communication)
@@ -256,7 +287,7 @@ def measure_overlap(
         "prompt": prompt,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "sums_per_step": modules,
+        "sums_per_step": modules * len(passes),
         "message_bytes": message.numel() * message.element_size(),
         "compute_ms": 1e3 * compute,
         "communication_ms": 1e3 * communication,
@@ -309,10 +340,11 @@ def run(
     repeats: int,
     dtype: str = "float32",
     phase: str = "decode",
+    new: int = 1,
 ) -> dict[str, Any]:
     """The command: ``source`` is a checkpoint directory or the name of a published shape (random weights)."""
     model = model_of(source, world, layers=layers, dtype=dtype)
     result = measure_overlap(
-        world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats, phase=phase
+        world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats, phase=phase, new=new
     )
     return {"model": source, "weights": "checkpoint" if Path(source).is_dir() else "random", **result}

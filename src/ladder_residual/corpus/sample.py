@@ -11,7 +11,6 @@ import json
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
@@ -20,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..checkpoint import read_json, resolve
 from ..loading import load_model
+from ..memory import free_bytes
 from ..parallel import World
 from ..presets import ModelShape
 from .lockstep import ATTENTION, EMPTY, WINDOW, LockstepDecoder, Start, register_attention
@@ -79,17 +79,6 @@ class Memory:
                 f"{self.work / 2**30:.1f} GiB to sample, but {free / 2**30:.1f} GiB are free on {device}; "
                 + (f"use --batch {fitting} or a smaller --length" if fitting else "use a smaller --length")
             )
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """None where it cannot be known."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
 
 
 @dataclass(frozen=True)

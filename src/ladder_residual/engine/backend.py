@@ -18,7 +18,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..hf_config import wiring_of
 from ..parallel import World
 from .emulate import Link
-from .spec import EngineSpec
+from .spec import EngineSpec, RankSizes
+from .weights import check_shapes
 
 
 class Engine(Protocol):
@@ -91,20 +92,27 @@ def engine_model(
 ) -> EngineModel:
     """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it.
     With a ``link`` the other ranks of ``world`` are not there: sums are copies that last as long as it says."""
-    from .decoder import DecodeEngine
+    from .decoder import DecodeEngine, check_request, check_weights, require_memory
 
     if world.device.type != "cuda":
         raise ValueError(f"the CUDA engine needs a GPU, this rank computes on {world.device.type}")
     spec = EngineSpec.from_hf(model.config.to_dict())
     if world.size > 1 and spec.shape.vocab_size % world.size:
         raise ValueError(f"the CUDA engine needs a vocabulary that {world.size} ranks divide, got {spec.shape.vocab_size}")
+    # Once the model is empty there is no way back: what can be refused is refused here.
+    dtype, wiring = next(model.parameters()).dtype, wiring_of(model.config)
+    check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=world.size, rank=world.rank)
+    check_weights(dtype, next(model.parameters()).device)
+    sizes = RankSizes.of(spec.shape, world.size, world.rank)
+    require_memory(sizes, dtype, world.device, batch=batch, max_context=max_context)
+    check_shapes(spec, sizes, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
     weights: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
     groups = None
     if world.size > 1 and link is None:
         # Two communicators: the two lanes of a ladder must not wait for each other.
         ranks = list(range(world.size))
         groups = (dist.new_group(ranks), dist.new_group(ranks))
-    config, generation_config, wiring = model.config, model.generation_config, wiring_of(model.config)
+    config, generation_config = model.config, model.generation_config
     model.to("meta")
     engine = DecodeEngine(
         spec,

@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..config import Wiring
+from ..memory import require
 from .cache import KVCache
 from .emulate import Link
-from .execute import Executor, Ops
+from .execute import RING, Executor, Ops
 from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
 from .multiprocessors import products_leave
@@ -46,21 +47,18 @@ class DecodeEngine:
         stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
-        check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=tp)
+        check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=tp, rank=rank)
         self.spec, self.wiring, self.batch, self.max_context = spec, wiring, batch, max_context
         self.sizes = RankSizes.of(spec.shape, tp, rank)
         self.weights = (
             weights if isinstance(weights, RankWeights) else stack_weights(spec, self.sizes, weights, release=release)
         )
         self.device = self.weights.device
-        if self.device.type != "cuda":
-            raise ValueError(f"the CUDA engine needs weights on a GPU, they are on {self.device}: use the slow path")
-        if self.weights.dtype not in DTYPES:
-            raise ValueError(f"the CUDA engine runs bfloat16 or float16, not {self.weights.dtype}")
+        check_weights(self.weights.dtype, self.device)
         self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups)
         self._groups = groups
         self._leave = self.reducer.multiprocessors if leave_multiprocessors is None else leave_multiprocessors
-        self._require_memory()
+        require_memory(self.sizes, self.weights.dtype, self.device, batch=batch, max_context=max_context)
         with torch.cuda.device(self.device):
             self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
             self._pdl, self._tiles, self._priorities, self._across = pdl, tiles, stream_priorities, pdl_across_waits
@@ -86,6 +84,10 @@ class DecodeEngine:
         lengths = torch.full((batch,), steps) if lengths is None else lengths.cpu()
         if lengths.shape != (batch,) or int(lengths.min()) < 1 or int(lengths.max()) > steps:
             raise ValueError(f"lengths must be {batch} numbers from 1 to {steps}, got {lengths.tolist()}")
+        need = prefill_bytes(self.sizes, batch * steps, self._logits.element_size())
+        require(
+            need, self.device, f"reading {batch} prompts of {steps} tokens at once", "lower the batch or shorten the prompts"
+        )
         ops = PrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
         ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
         executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps, prefill=True)
@@ -141,6 +143,11 @@ class DecodeEngine:
             raise ValueError(f"the cache is full: {self._length} of max_context={self.max_context} tokens")
         self._graph.replay()
         self._length += 1
+
+    @property
+    def sums_of(self) -> list[int]:
+        """The layer of each sum of a step, in the order they are started."""
+        return [step.layer for step in self._executing.plan.steps if step.reduce]
 
     # ---- making ----------------------------------------------------------------------------------------------------
 
@@ -244,21 +251,12 @@ class DecodeEngine:
         """Rows of this rank's head that are tokens; the last rank's may end in padding."""
         return max(min(self.sizes.vocab_rows, self.spec.shape.vocab_size - self.sizes.vocab_first), 1)
 
-    def _require_memory(self) -> None:
-        element = self.weights.embedding.element_size()
-        need = self.sizes.cache_bytes(element, self.batch, self.max_context)
-        need += 40 * self.batch * self.sizes.hidden * 4 + 2 * self.max_context * self.sizes.head_dim * 4
-        free, _ = torch.cuda.mem_get_info(self.device)
-        free += torch.cuda.memory_reserved(self.device) - torch.cuda.memory_allocated(self.device)
-        if need > free:
-            raise ValueError(
-                f"the KV cache of batch {self.batch} at context {self.max_context} needs {need / 1e9:.1f} GB, "
-                f"{free / 1e9:.1f} GB are free: lower the batch or the context"
-            )
 
-
-def check_request(spec: EngineSpec, wiring: Wiring, *, batch: int, max_context: int, schedule: str, tp: int) -> None:
+def check_request(
+    spec: EngineSpec, wiring: Wiring, *, batch: int, max_context: int, schedule: str, tp: int, rank: int = 0
+) -> None:
     """Everything that can be refused before a byte is allocated."""
+    RankSizes.of(spec.shape, tp, rank)
     if wiring.num_layers != spec.shape.num_layers:
         raise ValueError(f"the wiring is for {wiring.num_layers} layers, the model has {spec.shape.num_layers}")
     wiring.check_tp(tp)
@@ -269,3 +267,26 @@ def check_request(spec: EngineSpec, wiring: Wiring, *, batch: int, max_context: 
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
     plan_steps(wiring, lanes=SCHEDULES.get(schedule, 1))
+
+
+def check_weights(dtype: torch.dtype, device: torch.device) -> None:
+    if device.type != "cuda":
+        raise ValueError(f"the CUDA engine needs weights on a GPU, they are on {device}: use the slow path")
+    if dtype not in DTYPES:
+        raise ValueError(f"the CUDA engine runs bfloat16 or float16, not {dtype}: use --dtype bfloat16")
+
+
+def require_memory(sizes: RankSizes, dtype: torch.dtype, device: torch.device, *, batch: int, max_context: int) -> None:
+    """The weights are there already; the cache must fit beside them."""
+    need = sizes.cache_bytes(dtype.itemsize, batch, max_context)
+    need += 40 * batch * sizes.hidden * 4 + 2 * max_context * sizes.head_dim * 4
+    require(need, device, f"the KV cache of batch {batch} at context {max_context}", "lower the batch or the context")
+
+
+def prefill_bytes(sizes: RankSizes, rows: int, element: int) -> int:
+    """What reading ``rows`` tokens holds at once: messages and their sums, two float32 streams, and the widest module's vectors."""
+    messages = 2 * (RING + 1) * sizes.hidden * element
+    streams = 2 * sizes.hidden * 4
+    mlp = 4 * sizes.intermediate * element
+    attention = 2 * sizes.qkv_width * (element + 4)
+    return rows * (messages + streams + max(mlp, attention))

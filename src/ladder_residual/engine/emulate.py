@@ -80,7 +80,10 @@ class Emulation:
 def parse_emulation(text: str) -> Emulation:
     """``tp=8,link=h200-nccl``, ``tp=8,link=24us`` or ``tp=8,alpha=12,beta=90``."""
     forms = "tp=8,link=h200-nccl, tp=8,link=24us or tp=8,alpha=12,beta=90"
-    fields = dict(part.strip().partition("=")[::2] for part in text.split(","))
+    parts = [part.strip().partition("=")[::2] for part in text.split(",")]
+    fields = dict(parts)
+    if len(fields) < len(parts):
+        raise ValueError(f"cannot emulate {text!r:.60}: something is said twice; write {forms}")
     tp = fields.pop("tp", "")
     if not re.fullmatch(r"[0-9]{1,4}", tp) or int(tp) < 2:
         raise ValueError(f"cannot emulate {text!r:.60}: write {forms}, with tp at least 2")

@@ -91,6 +91,11 @@ def stack_weights(
     return RankWeights(embedding, tuple(layers), take("model.norm.weight", h), head)
 
 
+def check_shapes(spec: EngineSpec, sizes: RankSizes, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """That ``stack_weights`` would take weights of these shapes, without touching them."""
+    stack_weights(spec, sizes, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+
+
 def random_weights(
     spec: EngineSpec, tp: int, rank: int, dtype: torch.dtype, device: torch.device | str, *, seed: int = 0
 ) -> dict[str, Tensor]:

@@ -1,0 +1,26 @@
+"""How much memory is left, for those who say beforehand what they need."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """On a GPU also what torch holds of it without using it. None where it cannot be known."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")), None)
+
+
+def require(need: float, device: torch.device, what: str, fix: str) -> None:
+    """ValueError with both numbers unless ``need`` bytes are free."""
+    free = free_bytes(device)
+    if free is not None and need > free:
+        raise ValueError(f"{what} needs {need / 1e9:.1f} GB, {free / 1e9:.1f} GB are free: {fix}")
