@@ -3,7 +3,7 @@
     apt-get download anarchism dict-foldoc debian-reference-en && pip download --no-deps gensim
     (unpack them with dpkg -x and unzip into PACKAGES)
     pip install mwparserfromhell
-    python runs/adapt_reference.py PACKAGES TEXTS/reference.jsonl.xz
+    python runs/adapt_reference.py PACKAGES TEXTS/reference.jsonl.xz --wikitext TEXTS/wikitext2_test.raw.xz
 
 106 Wikipedia articles (gensim's test data, CC BY-SA), the Free On-line Dictionary of Computing (GFDL), An Anarchist FAQ (GFDL, GPL) and the
 Debian Reference (GPL). No article of WikiText-2's test is among them: the script refuses to write one.
@@ -61,12 +61,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("packages", type=Path)
     parser.add_argument("target", type=Path)
-    parser.add_argument("--wikitext", type=Path, help="wikitext2_test.raw.xz: its titles must not occur")
+    parser.add_argument("--wikitext", type=Path, required=True, help="wikitext2_test.raw.xz: its titles must not occur")
     arguments = parser.parse_args()
-    tested = set()
-    if arguments.wikitext:
-        test = lzma.decompress(arguments.wikitext.read_bytes()).decode("utf-8")
-        tested = {re.sub(r"\W", "", title).lower() for title in re.findall(r"^ = ([^=]+) = *$", test, re.M)}
+    test = lzma.decompress(arguments.wikitext.read_bytes()).decode("utf-8")
+    tested = {re.sub(r"\W", "", title).lower() for title in re.findall(r"^ = ([^=]+) = *$", test, re.M)}
     with lzma.open(arguments.target, "wt", encoding="utf-8") as sink:
         for source in (wikipedia, dictionary, manuals):
             texts = [(title, text.strip()) for title, text in source(arguments.packages)]

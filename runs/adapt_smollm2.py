@@ -3,7 +3,7 @@
     python runs/fetch_smollm2.py smollm2
     python runs/adapt_prepare.py smollm2 TEXTS rows
     python runs/adapt_smollm2.py pilot --model smollm2 --rows rows --work work --out results/adapt
-    python runs/adapt_smollm2.py heal  --model smollm2 --rows rows --work work --out results/adapt --seconds 560
+    python runs/adapt_smollm2.py heal  --model smollm2 --rows rows --work work --out results/adapt --rows-per-step 16 --seconds 560
 
 ``pilot`` tries settings in short runs; ``heal`` makes the runs of the document, most important first, until
 ``--seconds`` are used up. Each result is on disk as soon as it is there. Texts: books, reference works, GSM8K questions with answers, and
@@ -74,7 +74,7 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         (f"{short_choice}, corrected teacher alone, seed 2", "chosen half", HALF | equal | alone | dict(seed=2)),
         ("distill 15", half, HALF | long | dict(tokens=48 * million)),
         ("distill 30", "ladder", ALL | long | dict(tokens=48 * million)),
-        ("distill 20", most, MOST | long | dict(tokens=40 * million)),
+        ("distill 20", most, MOST | long | dict(tokens=40 * million, data_weight=1.0)),
         (f"sft 15, {EQUAL}M", half, SFT | equal | dict(keep=True)),
         (f"distill 15, {EQUAL}M", half, HALF | equal | dict(keep=True)),
         (f"distill 30, {EQUAL}M", "ladder", ALL | equal),
@@ -98,15 +98,20 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         wiring = chosen.get(wiring, wiring)
         if bench.done(name):
             continue
-        if changes.get("corrected") and not bench.corrected:
-            bench.correct_teacher(bench.work / "healed" / CONTROL, EQUAL * million)
         needed = changes["tokens"] / (rate / 2 if changes.get("eager") else rate) + 12
         if time.monotonic() - START + needed > seconds:
             bench.log(f"no time for {name} ({needed:.0f} s)")
             continue
+        if changes.get("corrected") and not bench.corrected:
+            weights = bench.work / "healed" / CONTROL
+            if not weights.exists():
+                bench.log(f"no corrected teacher for {name}: {CONTROL} has not run")
+                continue
+            bench.correct_teacher(weights, EQUAL * million)
         changes.setdefault("data_weight", 0.0 if changes.get("method") == "sft" else own)
         result = bench.run(name, wiring, **changes)
-        rate = min(result["tokens_per_second"] * 0.95, 230_000.0) or rate
+        if not changes.get("eager"):
+            rate = min(result["tokens_per_second"] * 0.95, 230_000.0) or rate
         if "weights" in result:
             scored.model(name, Path(result["weights"]), None)
             if result["tokens"] > EQUAL * million:

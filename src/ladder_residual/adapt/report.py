@@ -2,7 +2,7 @@
 
     python -m ladder_residual.adapt.report results/adapt docs/adaptation.md
 
-Everything that is a number comes from the files; the page's words are in ``page.md`` beside them.
+Tables and plots come from the files; the page's words, and the numbers they repeat, are in ``page.md`` beside them.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Results:
     """All runs by name, the original's losses, the selection, the tasks."""
 
     def __init__(self, folder: Path, file: str = "heal.json") -> None:
+        self.folder = folder
         self.document = json.loads((folder / file).read_text(encoding="utf-8"))
         self.earlier = Results(folder, EARLIER) if file != EARLIER and (folder / EARLIER).exists() else None
         self.runs: dict[str, Any] = {run["name"]: run for run in self.document["runs"] if not run["problem"]}
@@ -56,6 +57,13 @@ class Results:
         """Per cent of the gap between zero-shot conversion and the original."""
         original, before, after = self.losses(run, text)
         return 100 * (before - after) / (before - original)
+
+    def closed_to_control(self, run: dict[str, Any], text: str) -> float | None:
+        """The same up to the control: the unchanged model after a training on the same text. None where rows differ."""
+        _, before, after = self.losses(run, text)
+        if self.control is None or self.control["after"][text]["tokens"] != run["before"][text]["tokens"]:
+            return None
+        return 100 * (before - after) / (before - self.control["after"][text]["loss"])
 
     def target_runs(self, layers: int) -> list[dict[str, Any]]:
         """The long runs that convert so many layers, best recipe first."""
@@ -91,10 +99,13 @@ def targets(results: Results) -> str:
                     closed = made.closed(run, text)
                     verdict = "reached" if closed >= target else f"missed by {target - closed:.1f}"
                     losses = " / ".join(f"{loss:.3f}" for loss in made.losses(run, text))
-                    row += [losses, f"{closed:.1f} %", f"{target} %: {verdict}"]
+                    control = made.closed_to_control(run, text)
+                    row += [losses, f"{closed:.1f} %", f"{target} %: {verdict}", f"{control:.1f} %" if control else "-"]
                 rows.append(row)
-    header = ["layers", "teacher", "tokens", "weight of the text's own loss", "books: original / zero-shot / healed", "closed"]
-    return table([*header, "target", "WikiText-2: original / zero-shot / healed", "closed", "target"], rows)
+    header = ["layers", "teacher", "tokens", "weight of the text's own loss"]
+    for text in ("books", "WikiText-2"):
+        header += [f"{text}: original / zero-shot / healed", "closed", "target", "closed, to the control"]
+    return table(header, rows)
 
 
 def measured_on(results: Results) -> str:
@@ -108,12 +119,17 @@ def along_the_way(results: Results) -> str:
     for layers in TARGETS:
         run = results.target_runs(layers)[0]
         points = run["curve"]
-        shown = [points[round(share * (len(points) - 1))] for share in (0.125, 0.25, 0.5, 0.75, 1)]
+        shown = [points[round(share * (len(points) - 1))] for share in (0, 0.125, 0.25, 0.5, 0.75, 1)]
         for text in ("books_heldout", "wikitext2"):
-            cells = [f"{point['texts'][text]['loss']:.3f} ({point['tokens'] / 1e6:.1f}M)" for point in shown]
+            cells = [f"{point['texts'][text]['loss']:.3f} ({_tokens(run, point):.1f}M)" for point in shown]
             ends = [f"{loss:.3f}" for loss in (results.original_along(text), results.zero_shot_along(run, text))]
             rows.append([run["name"].removeprefix("distill "), TEXTS[text], *ends, *cells])
-    return table(["layers", "text", "original", "zero-shot", "", "", "", "", "end"], rows)
+    return table(["layers", "text", "original", "zero-shot", "start", "", "", "", "", "end"], rows)
+
+
+def _tokens(run: dict[str, Any], point: dict[str, Any]) -> float:
+    """Millions up to a point, with those of the teacher's correction."""
+    return (point["tokens"] + run.get("corrected_teacher_tokens", 0)) / 1e6
 
 
 def methods(results: Results) -> str:
@@ -130,8 +146,12 @@ def methods(results: Results) -> str:
         cells = [f"{found[text]:.3f} ({found[text] - results.original[text]:+.3f})" for text in texts]
         trained = run is not control and run["settings"]["method"] == "sft"
         gaps = [f"{found[text] - control['after'][text]['loss']:+.3f}" for text in texts[:2]] if trained else []
-        rows.append([name, str(Wiring.parse(run["wiring"], max(TARGETS))), *cells, " / ".join(gaps)])
-    header = ["run", "wiring", *(f"{TEXTS[text]} (to the original)" for text in texts)]
+        settings = run["settings"]
+        how = f"{settings['optimizer']} {settings['learning_rate']:g}"
+        how += f", hidden {settings['hidden_weight']:g}" if settings["hidden_weight"] else ""
+        how += f", text {settings['data_weight']:g}" if settings["data_weight"] else ""
+        rows.append([name, str(Wiring.parse(run["wiring"], max(TARGETS))), how, *cells, " / ".join(gaps)])
+    header = ["run", "wiring", "how", *(f"{TEXTS[text]} (to the original)" for text in texts)]
     return table([*header, "to the control: books / WikiText-2"], sorted(rows, key=lambda row: row[1], reverse=True))
 
 
@@ -200,11 +220,12 @@ def tasks_table(results: Results) -> str:
             score = scores[task]
             text = f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}"
             if "difference" in score:
-                text += f" ({100 * score['difference']:+.1f})"
+                text += f" ({100 * score['difference']:+.1f} ± {100 * score['paired_stderr']:.1f})"
             cells.append(text)
         perplexity = results.tasks.get("perplexity", {}).get(model)
         rows.append([model, *cells, f"{perplexity['ppl']:.4g}" if perplexity else ""])
-    return table(["model", *names, "WikiText-2 perplexity, stride 512"], rows)
+    sizes = [f"{task} ({found['original'][task]['n']:,})" for task in names]
+    return table(["model", *sizes, "WikiText-2 perplexity, stride 512"], rows)
 
 
 def within_one_error(results: Results) -> str:
@@ -219,7 +240,8 @@ def within_one_error(results: Results) -> str:
         scores = results.tasks["models"].get(name)
         if scores is None:
             continue
-        inside = [task for task in tasks if scores[task]["difference"] >= -scores[task]["stderr"]]
+        errors = {task: results.tasks["models"]["original"][task]["stderr"] for task in tasks}
+        inside = [task for task in tasks if scores[task]["difference"] >= -errors[task]]
         outside = [f"{task} ({100 * scores[task]['difference']:+.1f})" for task in tasks if task not in inside]
         lines.append(
             f"- {name}: {len(inside)} of {len(tasks)} tasks within one standard error or above"
@@ -247,10 +269,11 @@ def healing_chart(results: Results) -> Chart:
         for text in ("books_heldout", "wikitext2"):
             start = results.zero_shot_along(run, text)
             points = [
-                (point["tokens"] / 1e6, 100 * (start - point["texts"][text]["loss"]) / (start - results.original_along(text)))
+                (_tokens(run, point), 100 * (start - point["texts"][text]["loss"]) / (start - results.original_along(text)))
                 for point in run["curve"][1:]
             ]
-            series.append(Series(f"{layers} layers, {TEXTS[text]}", points, colour=2 * colour + (text == "wikitext2")))
+            name = f"{layers}{', corrected teacher' if run.get('corrected_teacher_tokens') else ''}, {TEXTS[text]}"
+            series.append(Series(name, points, colour=2 * colour + (text == "wikitext2")))
     return Chart("healing", "Gap closed by distillation, held-out text", "tokens (millions)", "gap closed (%)", series)
 
 
@@ -261,11 +284,66 @@ def damage_chart(results: Results) -> Chart:
 
 def conditions(results: Results) -> str:
     document = results.document
-    runs = results.runs.values()
-    speeds = [run["tokens_per_second"] for run in runs if run["settings"]["method"] == "distill" and run["tokens_per_second"]]
-    speed = f"; distilling {min(speeds) / 1e3:.0f}k tokens/s and more, teacher included" if speeds else ""
+    long = [run for layers in TARGETS for run in results.target_runs(layers)]
+    speeds = [run["tokens"] / run["seconds"] for run in long]
+    speed = f"; long runs {min(speeds) / 1e3:.0f}k to {max(speeds) / 1e3:.0f}k tokens/s, teacher and measurements included"
     return (
         f"{document['date']}, {document['device']}, torch {document['torch']}, transformers {document['transformers']}{speed}."
+    )
+
+
+def methods_chart(results: Results) -> Chart:
+    """Loss on WikiText-2 along the runs with equally many tokens; the first points, far above, are left out."""
+    assert results.control is not None
+    names = [
+        "control sft, 4M",
+        "sft 15, 4M",
+        "distill 15, 4M",
+        "lora 15, 4M",
+        SEEDED,
+        "distill 30, 4M",
+        "progressive 30, 4M",
+        "sft 30, 4M",
+    ]
+    series = []
+    for colour, name in enumerate(names):
+        points = [(_tokens(results.runs[name], p), p["texts"]["wikitext2"]["loss"]) for p in results.runs[name]["curve"][1:]]
+        series.append(Series(name.replace(", 4M", ""), points, colour=colour))
+    return Chart("methods", "Healing by method, WikiText-2", "tokens (millions)", "loss (nats per token)", series)
+
+
+def words(results: Results) -> str:
+    """What the checkpoints answered, in full sentences as far as they fit."""
+    questions = (
+        "What is the capital of France?",
+        "Write a short story about a lighthouse keeper.",
+        "Explain why the sky is blue to a child.",
+    )
+    rows = []
+    for path in sorted(results.folder.glob("text-*.jsonl"), key=lambda path: ("original" not in path.name, path.name)):
+        answers = [json.loads(line)["text"] for line in path.read_text(encoding="utf-8").splitlines()]
+        short = [" ".join(answer.split())[:200] + (" ..." if len(answer) > 200 else "") for answer in answers]
+        rows.append([path.stem.removeprefix("text-").replace("-", " "), *short])
+    return table(["checkpoint", *questions], rows)
+
+
+def second_subject(results: Results) -> str:
+    """stories15M: methods that differ in one thing."""
+    found = _optional(results.folder / "stories15m.json")
+    if found is None:
+        return "Not run.\n"
+    rows = []
+    control = next(run for run in found["runs"] if run["name"] == "control sft")
+    for run in found["runs"]:
+        first, last = (run["curve"][at]["texts"] for at in (0, -1))
+        cells = []
+        for text in ("heldout.jsonl", "shakespeare.txt"):
+            original = control["curve"][0]["texts"][text]["loss"]
+            cells.append(f"{first[text]['loss']:.3f} -> {last[text]['loss']:.3f} ({last[text]['loss'] - original:+.3f})")
+        to_control = last["heldout.jsonl"]["loss"] - control["curve"][-1]["texts"]["heldout.jsonl"]["loss"]
+        rows.append([run["name"], run["wiring"], *cells, "" if run is control else f"{to_control:+.3f}"])
+    return table(
+        ["run", "wiring", "stories (to the original)", "Shakespeare (to the original)", "stories, to the control"], rows
     )
 
 
@@ -279,6 +357,8 @@ FIELDS: dict[str, Callable[[Results], str]] = {
     "tasks": tasks_table,
     "within one error": within_one_error,
     "pilots": pilots_table,
+    "words": words,
+    "second subject": second_subject,
     "conditions": conditions,
 }
 
@@ -290,6 +370,7 @@ def render(folder: Path) -> dict[str, str]:
     for name, make in FIELDS.items():
         page = page.replace(f"<!-- {name} -->\n", make(results)).replace(f"<!-- {name} -->", make(results))
     made = {"adaptation.md": page, "adaptation-healing.svg": chart_svg(healing_chart(results))}
+    made["adaptation-methods.svg"] = chart_svg(methods_chart(results))
     if results.selection is not None:  # its picture is named in the page
         made["adaptation-damage.svg"] = chart_svg(damage_chart(results))
     return made
