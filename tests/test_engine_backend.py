@@ -150,7 +150,8 @@ def pretended_gpu(check, dtype, device):
 def test_a_prompt_that_does_not_fit_the_card_is_told_in_numbers(monkeypatch):
     shape = ModelShape.from_name("llama-3-70b")
     sizes = RankSizes.of(shape, 8, 0)
-    need = prefill_bytes(sizes, 4 * 32768, 2)
+    need = prefill_bytes(sizes, 4 * 32768, 2, sums_apart=True)
+    assert prefill_bytes(sizes, 4 * 32768, 2, sums_apart=False) < need
     assert 30e9 < need < 120e9  # messages 8192 wide and an MLP of 3584, for 131,072 rows
     monkeypatch.setattr("ladder_residual.memory.free_bytes", lambda device: int(need) - 1)
     with pytest.raises(ValueError, match=rf"^reading needs {need / 1e9:.1f} GB, {need / 1e9:.1f} GB are free: fewer$"):

@@ -84,7 +84,8 @@ class DecodeEngine:
         lengths = torch.full((batch,), steps) if lengths is None else lengths.cpu()
         if lengths.shape != (batch,) or int(lengths.min()) < 1 or int(lengths.max()) > steps:
             raise ValueError(f"lengths must be {batch} numbers from 1 to {steps}, got {lengths.tolist()}")
-        need = prefill_bytes(self.sizes, batch * steps, self._logits.element_size())
+        apart = self.reducer.name == "emulated"  # the others sum a message where it lies
+        need = prefill_bytes(self.sizes, batch * steps, self._logits.element_size(), sums_apart=apart)
         require(
             need, self.device, f"reading {batch} prompts of {steps} tokens at once", "lower the batch or shorten the prompts"
         )
@@ -283,9 +284,9 @@ def require_memory(sizes: RankSizes, dtype: torch.dtype, device: torch.device, *
     require(need, device, f"the KV cache of batch {batch} at context {max_context}", "lower the batch or the context")
 
 
-def prefill_bytes(sizes: RankSizes, rows: int, element: int) -> int:
-    """What reading ``rows`` tokens holds at once: messages and their sums, two float32 streams, and the widest module's vectors."""
-    messages = 2 * (RING + 1) * sizes.hidden * element
+def prefill_bytes(sizes: RankSizes, rows: int, element: int, *, sums_apart: bool) -> int:
+    """What reading ``rows`` tokens holds at once: messages (and their sums), two float32 streams, and the widest module's vectors."""
+    messages = (2 if sums_apart else 1) * (RING + 1) * sizes.hidden * element
     streams = 2 * sizes.hidden * 4
     mlp = 4 * sizes.intermediate * element
     attention = 2 * sizes.qkv_width * (element + 4)
