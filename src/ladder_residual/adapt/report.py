@@ -294,21 +294,11 @@ def conditions(results: Results) -> str:
 
 def methods_chart(results: Results) -> Chart:
     """Loss on WikiText-2 along the runs with equally many tokens; the first points, far above, are left out."""
-    assert results.control is not None
-    names = [
-        "control sft, 4M",
-        "sft 15, 4M",
-        "distill 15, 4M",
-        "lora 15, 4M",
-        SEEDED,
-        "distill 30, 4M",
-        "progressive 30, 4M",
-        "sft 30, 4M",
-    ]
     series = []
-    for colour, name in enumerate(names):
-        points = [(_tokens(results.runs[name], p), p["texts"]["wikitext2"]["loss"]) for p in results.runs[name]["curve"][1:]]
-        series.append(Series(name.replace(", 4M", ""), points, colour=colour))
+    for colour, name in enumerate(("sft 15", "distill 15", "lora 15", "sft 30", "distill 30", "progressive 30")):
+        curve = results.runs[f"{name}, 4M"]["curve"][1:]
+        points = [(point["tokens"] / 1e6, point["texts"]["wikitext2"]["loss"]) for point in curve]
+        series.append(Series(name, points, colour=colour))
     return Chart("methods", "Healing by method, WikiText-2", "tokens (millions)", "loss (nats per token)", series)
 
 
