@@ -15,6 +15,7 @@ from ladder_residual.bench.gpu_report import main, render, spread
 from ladder_residual.config import Wiring
 from ladder_residual.engine.emulate import measured_links, parse_emulation, parse_link
 from ladder_residual.engine.reference import ReferenceDecoder
+from ladder_residual.engine.rope import rope_tables
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.weights import random_weights, stack_weights
 from ladder_residual.generate import with_engine
@@ -90,6 +91,32 @@ def test_rope_types() -> None:
         EngineSpec.from_hf(config)
     with pytest.raises(ValueError, match="sliding_window=4096"):
         EngineSpec.from_hf({**config, "rope_scaling": None, "sliding_window": 4096})
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 10_000.0},
+        {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 4.0},
+        {
+            "rope_type": "llama3", "rope_theta": 500_000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 64,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)  # fmt: skip
+def test_rope_tables_are_those_of_transformers(rope) -> None:
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    config = LlamaConfig(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=1, num_attention_heads=4, vocab_size=9, rope_parameters=rope,
+        max_position_embeddings=512,
+    )  # fmt: skip
+    cos, sin = rope_tables(EngineSpec.from_hf(config.to_dict()), 300, "cpu")
+    expected = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(300)[None])
+    torch.testing.assert_close(cos, expected[0][0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(sin, expected[1][0], rtol=1e-4, atol=1e-4)
 
 
 def test_the_page_is_what_the_results_say() -> None:

@@ -98,6 +98,14 @@ def test_one_token_kernels(family: str, slices: int, splits: int, depth: int) ->
     assert step_against_reference(spec, Wiring.parse("ladder", 2), 1, 19, lambda *a: GemvOps(*a, made, pdl=0)) < 2e-5
 
 
+@pytest.mark.parametrize("head_dim", [128, 256])
+def test_wider_heads(head_dim: int) -> None:
+    spec = EngineSpec.from_shape(shape(head_dim=head_dim))
+    wiring = Wiring.parse("ladder", 2)
+    assert step_against_reference(spec, wiring, 1, 17, lambda *a: GemvOps(*a, tiles(1, 2), pdl=0)) < 2e-5
+    assert step_against_reference(spec, wiring, 2, 17, lambda *a: GemmOps(*a, pdl=0, splits=2)) < 2e-5
+
+
 @pytest.mark.parametrize("spec", ["parallel", "desync-3x", "ladder:1"])
 def test_wirings_with_one_token_kernels(spec: str) -> None:
     made = tiles(1, 2)
