@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from ladder_residual import rewire
 from ladder_residual.config import Wiring
@@ -13,7 +13,7 @@ from ladder_residual.engine.backend import EngineModel, right_padded
 from ladder_residual.engine.decoder import check_weights, prefill_bytes
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.spec import EngineSpec, RankSizes
-from ladder_residual.engine.weights import stack_weights
+from ladder_residual.engine.weights import check_shapes, stack_weights
 from ladder_residual.generate import Sampling, complete, fits, load_tokenizer, with_engine
 from ladder_residual.loading import load_model
 from ladder_residual.memory import require
@@ -141,6 +141,25 @@ def test_a_refused_model_still_holds_its_weights(change, reason, monkeypatch):
     torch.testing.assert_close(model.lm_head.weight, before)  # not on the meta device
     with pytest.raises(ValueError, match=reason):
         with_engine(model, world, "cuda", batch=change.get("batch", 2), context=64, beams=1, schedule="auto")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM])
+def test_what_the_engine_takes_is_not_refused(kind, tied):
+    """The names and shapes a loaded rank really has."""
+    model = kind(
+        kind.config_class(
+            vocab_size=96, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=64, tie_word_embeddings=tied,
+        )
+    )  # fmt: skip
+    spec = EngineSpec.from_hf(model.config.to_dict())
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    check_shapes(spec, RankSizes.of(spec.shape, 1, 0), shapes)
+    with pytest.raises(ValueError, match="lacks model.norm.weight"):
+        check_shapes(
+            spec, RankSizes.of(spec.shape, 1, 0), {name: shape for name, shape in shapes.items() if name != "model.norm.weight"}
+        )
 
 
 def pretended_gpu(check, dtype, device):

@@ -43,9 +43,7 @@ class World:
     group: dist.ProcessGroup | None = None
     sockets: PeerSockets | None = None  # CPU hosts: the fast way for small messages
     store: Any = None  # of this use of the group: nothing of an earlier one is in it
-    emulated: bool = (
-        False  # the other ranks are not there: this one's share is loaded and run, nothing is compared or exchanged
-    )
+    emulated: bool = False  # the other ranks are not there: this one's share is loaded, nothing is compared or exchanged
 
     @property
     def is_main(self) -> bool:
