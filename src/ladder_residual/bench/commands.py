@@ -92,17 +92,10 @@ def bench_decode(
     as_json: Json = False,
 ) -> None:
     """Decode steps. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
+    asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
     context = context or prompt + new // 2
-    asked: dict[str, Any] = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
-    batches = _whole_numbers(batch, "batch")
-    if not _on_gpu(device):
-        on_ranks(tp)
-        _print_result(_on_cpu_ranks("decode", batches, links, prompt=context, **asked), as_json)
-        return
-    from .gpu import bench_decode as run
-
-    options: dict[str, Any] = {"batches": batches, "context": context, "schedule": schedule}
-    _print_result(run(tp=tp or 1, links=_split_links(links), **asked, **options), as_json)
+    alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
+    _measure("decode", asked, on_gpu={"context": context, "schedule": schedule}, on_cpu={"prompt": context}, **alike)
 
 
 @bench.command("prefill")
@@ -119,21 +112,8 @@ def bench_prefill(
     as_json: Json = False,
 ) -> None:
     """Time to the first token. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
-    asked: dict[str, Any] = {
-        "model": model,
-        "layers": layers,
-        "wirings": split_wirings(wirings),
-        "repeats": repeats,
-        "prompt": prompt,
-    }
-    batches = _whole_numbers(batch, "batch")
-    if not _on_gpu(device):
-        on_ranks(tp)
-        _print_result(_on_cpu_ranks("prefill", batches, links, **asked), as_json)
-        return
-    from .gpu import bench_prefill as run
-
-    _print_result(run(tp=tp or 1, batches=batches, links=_split_links(links), **asked), as_json)
+    asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats, "prompt": prompt}
+    _measure("prefill", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json)
 
 
 @bench.command("e2e")
@@ -151,7 +131,7 @@ def bench_e2e(
     as_json: Json = False,
 ) -> None:
     """Prompt to last token, the paper's measure. On a GPU: rank 0 of TP (emulated when tp > 1); on CPU: real ranks."""
-    asked: dict[str, Any] = {
+    asked = {
         "model": model,
         "layers": layers,
         "wirings": split_wirings(wirings),
@@ -159,14 +139,7 @@ def bench_e2e(
         "prompt": prompt,
         "new": new,
     }
-    batches = _whole_numbers(batch, "batch")
-    if not _on_gpu(device):
-        on_ranks(tp)
-        _print_result(_on_cpu_ranks("e2e", batches, links, **asked), as_json)
-        return
-    from .gpu import bench_e2e as run
-
-    _print_result(run(tp=tp or 1, batches=batches, links=_split_links(links), **asked), as_json)
+    _measure("e2e", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json)
 
 
 @bench.command("train")
@@ -246,6 +219,30 @@ def _need_gpu(name: str) -> None:
         raise ValueError(
             f"bench {name} measures the CUDA engine and torch sees no CUDA device; `ladder bench decode` runs on CPUs"
         )
+
+
+def _measure(
+    phase: str,
+    asked: dict[str, Any],
+    *,
+    tp: int | None,
+    batch: str,
+    links: str,
+    device: str,
+    as_json: bool,
+    on_gpu: dict[str, Any] | None = None,
+    on_cpu: dict[str, Any] | None = None,
+) -> None:
+    """One phase: rank 0 of ``tp`` on the CUDA engine, or real ranks on CPUs."""
+    batches = _whole_numbers(batch, "batch")
+    if not _on_gpu(device):
+        on_ranks(tp)
+        _print_result(_on_cpu_ranks(phase, batches, links, **asked, **(on_cpu or {})), as_json)
+        return
+    from . import gpu
+
+    run: Any = {"decode": gpu.bench_decode, "prefill": gpu.bench_prefill, "e2e": gpu.bench_e2e}[phase]
+    _print_result(run(tp=tp or 1, batches=batches, links=_split_links(links), **asked, **(on_gpu or {})), as_json)
 
 
 def _on_cpu_ranks(phase: str, batches: list[int], links: str, *, model: str, **asked: Any) -> dict[str, Any] | None:
