@@ -1,5 +1,6 @@
 """Ranks that die, starve, differ or cannot write: real processes, and what the user sees. `ladder bench faults` tries all of it."""
 
+import contextlib
 import os
 import random
 import socket
@@ -72,8 +73,10 @@ def test_a_killed_rank_and_only_loopback(job):
 def _listening_addresses(run):
     found = set()
     for pid in run.pids():
-        links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if os.path.lexists(path)]
-        inodes = {link[8:-1] for link in links if link.startswith("socket:[")}
+        inodes = set()
+        for path in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed meanwhile
+                inodes.add(os.readlink(path).removeprefix("socket:[").removesuffix("]"))
         for table in ("tcp", "tcp6"):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 _MARK = "LADDER_WATCHED"
 _LISTENING = "0A"
+_KILLED_WITHIN_S = 10.0  # a loaded machine takes a while to bury what was killed
 _NAMESPACES = Path("/run/netns")  # where `ip netns` keeps them
 
 
@@ -55,9 +56,12 @@ class WatchedRun:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        deadline = time.monotonic() + _KILLED_WITHIN_S
+        while (pids := self.pids()) and time.monotonic() < deadline:  # again: one may have forked, and an orphan ends later
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
         for process in self.processes:
             process.wait()
 
