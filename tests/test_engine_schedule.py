@@ -16,6 +16,7 @@ from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.streams import RecordingStreams
 from ladder_residual.engine.weights import random_weights, stack_weights
 from ladder_residual.presets import ModelShape
+from ladder_residual.sharding import split
 
 LAYERS = 6
 SHAPE = ModelShape(
@@ -112,9 +113,7 @@ def _slice(whole: dict[str, torch.Tensor], rank: int, tp: int) -> dict[str, torc
         elif "o_proj" in name or "down_proj" in name:
             out[name] = tensor.chunk(tp, dim=1)[rank]
         elif "embed" in name or "lm_head" in name:
-            rows = -(-tensor.shape[0] // tp)
-            padded = torch.cat([tensor, tensor.new_zeros(rows * tp - tensor.shape[0], tensor.shape[1])])
-            out[name] = padded[rank * rows : (rank + 1) * rows]
+            out[name] = tensor[slice(*split(tensor.shape[0], tp, rank))]
         else:
             out[name] = tensor
     return out

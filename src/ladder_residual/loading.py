@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .candidates import Candidates, decisive_logits
 from .checkpoint import Checkpoint, resolve, sources_of
 from .config import Wiring
 from .families import Family, check_wiring, family_of
@@ -56,16 +57,23 @@ class VocabularyEmbedding(nn.Embedding):
 
 
 class VocabularyHead(nn.Linear):
-    """This rank's rows of the output projection; logits are gathered. Shorter shards are padded to the longest for that."""
+    """This rank's rows of the output projection; logits are gathered, unless few of them decide (``candidates``). Shorter shards
+    are padded to the longest for that."""
 
+    first: int
     vocabulary: int
     width: int
     reducer: Reducer
+    candidates: Candidates | None
 
     def forward(self, input: Tensor) -> Tensor:
         logits = super().forward(input)  # [..., local vocabulary]
-        size = self.reducer.size
-        full = self.reducer.gather(F.pad(logits, (0, self.width - logits.shape[-1])))  # [..., size * width]
+        size, gather = self.reducer.size, self.reducer.gather
+        if self.candidates is not None:
+            few = decisive_logits(logits, self.first, self.vocabulary, size, self.candidates, gather)
+            if few is not None:
+                return few
+        full = gather(F.pad(logits, (0, self.width - logits.shape[-1])))  # [..., size * width]
         if size * self.width == self.vocabulary:
             return full
         longer = self.vocabulary % size or size  # ranks whose shard is `width` long; the rest are one shorter
@@ -351,5 +359,6 @@ def _tell_modules_their_share(model: Any, shape: ModelShape, family: Family, wor
         embedding.padding_idx = padding if 0 <= padding < embedding.num_embeddings else None
     embedding.__class__ = type("Vocabulary" + type(embedding).__name__, (VocabularyEmbedding, type(embedding)), {})
     head.__class__ = VocabularyHead
+    head.first, head.candidates = embedding.first, None
     head.vocabulary = shape.vocab_size
     head.width = -(-shape.vocab_size // world.size)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
+from .candidates import Candidates, ChoosesFromCandidates
 from .config import Wiring
 from .families import FAMILIES, Family, check_wiring, family_of
 from .hf_config import STUB, auto_map, class_name, ladder_config_class, wiring_of
@@ -111,7 +112,7 @@ def _rewired_layer_class(base: type[nn.Module]) -> type[nn.Module]:
     return type(f"Rewired{base.__name__}", (RewiredLayer, base), {"__module__": __name__})
 
 
-class RewiredModel(PreTrainedModel):
+class RewiredModel(ChoosesFromCandidates, PreTrainedModel):
     """Mixed in before the family's ``...ForCausalLM``."""
 
     auto_map: ClassVar[dict[str, str]] = {}  # trl looks for it on the class
@@ -123,6 +124,12 @@ class RewiredModel(PreTrainedModel):
     @property
     def wiring(self) -> Wiring:
         return wiring_of(self.config)
+
+    def needs(self, candidates: Candidates | None) -> None:
+        head: Any = self.get_output_embeddings()
+        capped = getattr(self.config, "final_logit_softcapping", None) is not None  # would lift minus infinity
+        if hasattr(head, "candidates"):
+            head.candidates = None if capped else candidates
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
         options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
@@ -180,7 +187,7 @@ def rewire(model: PreTrainedModel, spec: str) -> PreTrainedModel:
     wiring_of(model.config).check_same_weights(wiring)
     config_class, model_class = ladder_classes(family.model_type)
     if not isinstance(model, RewiredModel):
-        expected = model_class.__mro__[2]
+        expected = model_class.__bases__[1]
         if type(model) is not expected:
             raise ValueError(f"can rewire a {expected.__name__}, got {type(model).__name__}")
         model.__class__ = model_class

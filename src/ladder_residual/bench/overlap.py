@@ -17,6 +17,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
+from ..candidates import GREEDY
 from ..config import Wiring
 from ..families import family_of
 from ..loading import DTYPES, load_model, place_parameters, restore_buffers, set_reducers
@@ -197,7 +198,7 @@ def _shorter_module(decoder: _Decoder, model: Any) -> float:
 def measure_overlap(
     world: World,
     *,
-    model: PreTrainedModel,
+    model: Any,
     wirings: list[str],
     latency: float | None = None,
     batch: int = 1,
@@ -248,7 +249,9 @@ def measure_overlap(
     if latency is None:
         latency = world.broadcast(_shorter_module(decoders(plain, [COMPUTE])[COMPUTE], model))
     reducer = world.reducer("async", latency=latency) if latency else plain
+    model.needs(GREEDY)  # tokens are chosen as generate chooses them
     times = rounds(decoders(reducer, names), repeats)
+    model.needs(None)
     # tokens of a sequence in each forward of a step
     passes = {"decode": [1], "prefill": [prompt], "e2e": [prompt] + [1] * (new - 1)}[phase]
     tokens = new if phase == "e2e" else passes[0]  # that count: what a step reads or, end to end, writes

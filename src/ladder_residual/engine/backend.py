@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from ..candidates import Candidates, ChoosesFromCandidates
 from ..hf_config import wiring_of
 from ..parallel import World
 from .emulate import Link
@@ -34,8 +35,10 @@ class Engine(Protocol):
 
     def gather(self, logits: Tensor) -> Tensor: ...
 
+    def decisive(self, logits: Tensor, needed: Candidates) -> Tensor: ...
 
-class EngineModel(PreTrainedModel, GenerationMixin):
+
+class EngineModel(ChoosesFromCandidates, PreTrainedModel, GenerationMixin):
     """A causal language model whose forward is one engine. For greedy decoding and sampling; beams need a cache that reorders."""
 
     _supports_cache_class = False
@@ -48,6 +51,7 @@ class EngineModel(PreTrainedModel, GenerationMixin):
         self.generation_config = copy.deepcopy(generation_config)
         self.engine = engine
         self._columns = 0  # of the sequences the engine has seen
+        self._needed: Candidates | None = None
         self._place = torch.nn.Parameter(torch.empty(0, device=device), requires_grad=False)  # transformers asks for our device
 
     @classmethod
@@ -58,6 +62,9 @@ class EngineModel(PreTrainedModel, GenerationMixin):
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **_: Any
     ) -> dict[str, Any]:
         return {"input_ids": input_ids, "attention_mask": attention_mask}
+
+    def needs(self, candidates: Candidates | None) -> None:
+        self._needed = candidates
 
     def start(self) -> None:
         """Forget the sequences: the next call reads a prompt."""
@@ -72,8 +79,9 @@ class EngineModel(PreTrainedModel, GenerationMixin):
             packed, lengths = right_padded(input_ids, attention_mask)
             logits = self.engine.prefill(packed, lengths)
         self._columns = columns
-        gathered: Any = self.engine.gather(logits)[:batch, None].float()
-        return CausalLMOutputWithPast(logits=gathered)
+        needed = self._needed
+        found: Any = self.engine.gather(logits) if needed is None else self.engine.decisive(logits, needed)
+        return CausalLMOutputWithPast(logits=found[:batch, None].float())
 
 
 def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -97,8 +105,6 @@ def engine_model(
     if world.device.type != "cuda":
         raise ValueError(f"the CUDA engine needs a GPU, this rank computes on {world.device.type}")
     spec = EngineSpec.from_hf(model.config.to_dict())
-    if world.size > 1 and spec.shape.vocab_size % world.size:
-        raise ValueError(f"the CUDA engine needs a vocabulary that {world.size} ranks divide, got {spec.shape.vocab_size}")
     # Once the model is empty there is no way back: what can be refused is refused here.
     dtype, wiring = next(model.parameters()).dtype, wiring_of(model.config)
     check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=world.size, rank=world.rank)

@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..candidates import Candidates, best_of_ranks, decisive_logits
 from ..config import Wiring
 from ..memory import require
+from ..sharding import split
 from .cache import KVCache
 from .emulate import Link
 from .execute import RING, Executor, Ops
@@ -108,26 +110,35 @@ class DecodeEngine:
 
     def gather(self, logits: Tensor) -> Tensor:
         """The whole vocabulary on every rank (an emulated rank has only its own rows)."""
-        if self.reducer.name not in ("nccl", "symm"):
-            return logits
-        assert self._groups is not None
-        parts = [torch.empty_like(logits) for _ in range(self.sizes.tp)]
-        dist.all_gather(parts, logits.contiguous(), group=self._groups[0])
-        return torch.cat(parts, dim=-1)[:, : self.spec.shape.vocab_size]
+        if self._groups is None:
+            return logits[:, : self.sizes.vocab_tokens]
+        shards = [split(self.spec.shape.vocab_size, self.sizes.tp, rank) for rank in range(self.sizes.tp)]
+        parts = self._concatenate(logits).split(self.sizes.vocab_rows, dim=-1)
+        return torch.cat([part[:, : stop - start] for part, (start, stop) in zip(parts, shards, strict=True)], dim=-1)
+
+    def decisive(self, logits: Tensor, needed: Candidates) -> Tensor:
+        """Logits of the whole vocabulary, minus infinity where they cannot matter; ``gather`` where few do not decide."""
+        if self.sizes.tp > 1 and self._groups is not None:
+            own, first, size = logits[:, : self.sizes.vocab_tokens], self.sizes.vocab_first, self.spec.shape.vocab_size
+            few = decisive_logits(own, first, size, self.sizes.tp, needed, self._concatenate)
+            if few is not None:
+                return few
+        return self.gather(logits)
 
     def argmax(self, logits: Tensor) -> Tensor:
         """Greedy choice over all ranks from one (value, token) pair a rank, without gathering the vocabulary."""
-        best = logits[:, : self._real_rows()].float().max(dim=-1)
-        token = best.indices + self.sizes.vocab_first
-        if self.reducer.name not in ("nccl", "symm"):
-            return token
-        assert self._groups is not None
-        pair = torch.stack([best.values.double(), token.double()], dim=-1)
-        pairs = [torch.empty_like(pair) for _ in range(self.sizes.tp)]
-        dist.all_gather(pairs, pair, group=self._groups[0])
-        every = torch.stack(pairs)
-        winner = every[..., 0].argmax(dim=0)
-        return every[winner, torch.arange(self.batch, device=self.device), 1].long()
+        own = logits[:, : self.sizes.vocab_tokens]
+        values, tokens = best_of_ranks(own, self.sizes.vocab_first, 1, self._concatenate)
+        winner = values[..., 0].argmax(dim=-1, keepdim=True)
+        return tokens[..., 0].gather(-1, winner)[:, 0]
+
+    def _concatenate(self, local: Tensor) -> Tensor:
+        """The ranks' tensors side by side; an emulated rank has no others."""
+        if self._groups is None:
+            return local
+        parts = [torch.empty_like(local) for _ in range(self.sizes.tp)]
+        dist.all_gather(parts, local.contiguous(), group=self._groups[0])
+        return torch.cat(parts, dim=-1)
 
     def reset(self, length: int = 0, *, random_context: bool = False) -> None:
         """Forget the context, or pretend one of ``length`` random tokens (benchmarks)."""
@@ -247,10 +258,6 @@ class DecodeEngine:
     def _check_batch(self, batch: int) -> None:
         if batch != self.batch:
             raise ValueError(f"this engine's graph is for batch {self.batch}, got {batch}: make an engine for that batch")
-
-    def _real_rows(self) -> int:
-        """Rows of this rank's head that are tokens; the last rank's may end in padding."""
-        return max(min(self.sizes.vocab_rows, self.spec.shape.vocab_size - self.sizes.vocab_first), 1)
 
 
 def check_request(

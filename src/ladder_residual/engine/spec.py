@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..presets import ModelShape
+from ..sharding import split
 
 HEAD_DIMS = (64, 128, 256)  # tiles of the attention kernel are powers of two
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -79,8 +80,9 @@ class RankSizes:
     kv_heads: int
     head_dim: int
     intermediate: int
-    vocab_rows: int
+    vocab_rows: int  # of the longest shard; a shorter one ends in a row of zeros, so that all ranks' buffers are alike
     vocab_first: int
+    vocab_tokens: int  # rows that are tokens
 
     @classmethod
     def of(cls, shape: ModelShape, tp: int, rank: int) -> RankSizes:
@@ -91,7 +93,7 @@ class RankSizes:
                 raise ValueError(f"{name}={size} does not divide into tp={tp} ranks")
         if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
             raise ValueError(f"num_kv_heads={shape.num_kv_heads} neither divides into tp={tp} ranks nor replicates evenly")
-        rows = -(-shape.vocab_size // tp)  # the last rank's rows may be padding
+        first, last = split(shape.vocab_size, tp, rank)
         return cls(
             tp=tp,
             rank=rank,
@@ -101,8 +103,9 @@ class RankSizes:
             kv_heads=max(shape.num_kv_heads // tp, 1),
             head_dim=shape.head_dim,
             intermediate=shape.intermediate_size // tp,
-            vocab_rows=rows,
-            vocab_first=rows * rank,
+            vocab_rows=-(-shape.vocab_size // tp),
+            vocab_first=first,
+            vocab_tokens=last - first,
         )
 
     @property

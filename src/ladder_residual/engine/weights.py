@@ -6,6 +6,7 @@ from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .spec import EngineSpec, RankSizes
@@ -64,9 +65,15 @@ def stack_weights(
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}, rank {sizes.rank} of tp={sizes.tp} needs {want}")
         return tensor
 
+    def take_vocabulary(name: str) -> Tensor:
+        table = take(name, sizes.vocab_tokens, sizes.hidden)
+        missing = sizes.vocab_rows - sizes.vocab_tokens
+        # Zeros: the token of such a row is the next rank's, and the sum over ranks must not count it twice.
+        return F.pad(table, (0, 0, 0, missing)) if missing else table
+
     h, d = sizes.hidden, sizes.head_dim
     q, kv, ff = sizes.heads * d, sizes.kv_heads * d, sizes.intermediate
-    embedding = take("model.embed_tokens.weight", sizes.vocab_rows, h)
+    embedding = take_vocabulary("model.embed_tokens.weight")
     layers = []
     for index in range(sizes.layers):
         at = f"model.layers.{index}."
@@ -87,7 +94,7 @@ def stack_weights(
             )
         )
     tied = spec.shape.tied_embeddings and "lm_head.weight" not in weights
-    head = embedding if tied else take("lm_head.weight", sizes.vocab_rows, h)
+    head = embedding if tied else take_vocabulary("lm_head.weight")
     return RankWeights(embedding, tuple(layers), take("model.norm.weight", h), head)
 
 
@@ -114,7 +121,7 @@ def random_weights(
         return torch.empty(size, dtype=dtype, device=device).uniform_(0.5, 1.5, generator=generator)
 
     depth = (2 * sizes.layers) ** -0.5
-    made = {"model.embed_tokens.weight": normal(sizes.vocab_rows, h, 1.0)}
+    made = {"model.embed_tokens.weight": normal(sizes.vocab_tokens, h, 1.0)}
     for index in range(sizes.layers):
         at = f"model.layers.{index}."
         attn, mlp = at + "self_attn.", at + "mlp."
@@ -133,5 +140,5 @@ def random_weights(
             made[attn + "k_norm.weight"] = near_one(d)
     made["model.norm.weight"] = near_one(h)
     if not spec.shape.tied_embeddings:
-        made["lm_head.weight"] = normal(sizes.vocab_rows, h, h**-0.5)
+        made["lm_head.weight"] = normal(sizes.vocab_tokens, h, h**-0.5)
     return made

@@ -1,0 +1,128 @@
+"""Tokens chosen from a few logits of each rank are those the whole vocabulary gives; where few do not decide, all are gathered."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ladder_residual.candidates import GREEDY, Candidates, decisive_logits
+from ladder_residual.engine.decoder import DecodeEngine
+from ladder_residual.engine.spec import RankSizes
+from ladder_residual.loading import VocabularyHead, shard_model
+from ladder_residual.presets import ModelShape
+from ladder_residual.reduce import Reducer
+from ranks import run_on_ranks
+from tiny_models import random_ids, tiny_model
+
+VOCAB = 509  # a prime
+DECIDED = [
+    {"do_sample": False},
+    {"do_sample": True, "top_k": 7},
+    {"do_sample": True, "top_k": 20, "top_p": 0.8, "temperature": 1.7},
+    {"do_sample": True, "top_k": 12, "min_p": 0.05, "temperature": 0.6},
+]
+GATHERED = [
+    {"do_sample": False, "repetition_penalty": 1.3},
+    {"do_sample": False, "num_beams": 2},
+    {"do_sample": True, "top_k": 0, "top_p": 0.9},
+    {"do_sample": True, "top_k": 400},
+    {"do_sample": False, "min_new_tokens": 5},
+]
+
+
+def _texts(model, options, batch=3):
+    torch.manual_seed(11)
+    return model.generate(random_ids(batch, 6), max_new_tokens=12, pad_token_id=0, **options).tolist()
+
+
+class Counting(Reducer):
+    """Widths of what is gathered."""
+
+    def __init__(self, inner):
+        self.inner, self.size, self.rank, self.widths = inner, inner.size, inner.rank, []
+
+    def gather(self, local):
+        self.widths.append(local.shape[-1])
+        return self.inner.gather(local)
+
+
+def _generate(world, family, dtype, all_options):
+    """For each of the options: tokens of the whole model, tokens of the ranks, and the widest message of their logits."""
+    model = tiny_model(family, vocab_size=VOCAB).to(dtype)
+    whole = [_texts(model, options) for options in all_options]
+    head = shard_model(model, world).get_output_embeddings()
+    assert isinstance(head, VocabularyHead)
+    results = []
+    for options, expected in zip(all_options, whole, strict=True):
+        head.reducer = Counting(world.reducer())
+        results.append((expected, _texts(model, options), max(head.reducer.widths)))
+    assert model(random_ids(2, 4)).logits.isfinite().all()  # outside of generate all logits are there
+    return results
+
+
+@pytest.mark.parametrize(("ranks", "family"), [(2, "llama"), (4, "granite")])
+def test_the_same_tokens_from_few_numbers(ranks, family):
+    for results in run_on_ranks(ranks, _generate, family, torch.float32, DECIDED + GATHERED):
+        for index, (whole, few, width) in enumerate(results):
+            assert whole == few
+            assert width <= 2 * 21 if index < len(DECIDED) else width == -(-VOCAB // ranks)
+
+
+def test_capped_logits_are_gathered():
+    """A cap turns minus infinity into a number."""
+    ((whole, few, width),) = run_on_ranks(2, _generate, "gemma2", torch.float32, DECIDED[1:2])[0]
+    assert whole == few
+    assert width == -(-VOCAB // 2)
+
+
+@pytest.mark.parametrize("needed", [GREEDY, Candidates(1, True), Candidates(5, True), Candidates(12, True)])
+@pytest.mark.parametrize("distinct", [3, 40, 100_000])
+def test_ties_are_kept_or_all_is_gathered(needed, distinct):
+    """Whatever survives transformers' own top-k of all logits survives it here, also where many are equal."""
+    generator = torch.Generator().manual_seed(distinct)
+    whole = torch.randint(0, distinct, (64, VOCAB), generator=generator).float()
+    halves = whole[:, :255], whole[:, 255:]
+    decided = 0
+    for row in range(len(whole)):
+        mine = [half[row : row + 1] for half in halves]
+
+        def both(message, mine=mine):
+            count = message.shape[-1] // 2
+            values, places = mine[1].max(-1, keepdim=True) if count == 1 else mine[1].topk(count)
+            return torch.cat([message, values, (places + 255).float()], -1)
+
+        found = decisive_logits(mine[0], 0, VOCAB, 2, needed, both)
+        if found is None:
+            continue
+        decided += 1
+        if needed == GREEDY:
+            assert int(found.argmax()) == int(whole[row].argmax())
+            continue
+        last = whole[row].topk(needed.best).values[-1]
+        kept = whole[row] >= last
+        assert torch.equal(found[0] >= last, kept)
+        assert torch.equal(found[0][kept], whole[row][kept])
+    assert decided == len(whole) if needed == GREEDY or distinct > 1000 else decided < len(whole)
+
+
+def _engine_choices(world, vocabulary):
+    """The engine's own ways of bringing logits together, without its kernels."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
+    shape = ModelShape(family="llama", vocab_size=vocabulary, **sizes)
+    engine = DecodeEngine.__new__(DecodeEngine)
+    engine.sizes, engine.spec = RankSizes.of(shape, world.size, world.rank), SimpleNamespace(shape=shape)
+    engine._groups = (world.group, world.group)
+    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(5))
+    first, rows = engine.sizes.vocab_first, engine.sizes.vocab_rows
+    own = torch.full((3, rows), 1e9)  # what stands in a row that is no token must not matter
+    own[:, : engine.sizes.vocab_tokens] = logits[:, first : first + engine.sizes.vocab_tokens]
+    few = engine.decisive(own, Candidates(9, True))
+    assert torch.equal(engine.gather(own), logits)
+    assert torch.equal(engine.argmax(own), logits.argmax(-1))
+    assert int(few.isfinite().sum(-1).max()) == 10 * world.size
+    return torch.equal(few.topk(9).indices, logits.topk(9).indices)
+
+
+@pytest.mark.parametrize(("ranks", "vocabulary"), [(2, VOCAB), (4, 512), (3, VOCAB)])
+def test_the_engine_brings_logits_together(ranks, vocabulary):
+    assert all(run_on_ranks(ranks, _engine_choices, vocabulary))
