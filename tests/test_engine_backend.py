@@ -11,6 +11,7 @@ from ladder_residual import rewire
 from ladder_residual.config import Wiring
 from ladder_residual.engine.backend import EngineModel, right_padded
 from ladder_residual.engine.decoder import check_weights, prefill_bytes
+from ladder_residual.engine.reducers import NcclReducer, make_reducer
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.weights import check_shapes, stack_weights
@@ -106,8 +107,25 @@ def test_what_the_engine_cannot_take_falls_back_or_is_refused(demo_dir):
         with_engine(model, World(), "cuda", **options)
     with pytest.raises(ValueError, match="unknown engine 'fast'"):
         with_engine(model, World(), "fast", **options)
+    with pytest.raises(ValueError, match="unknown reducer 'mpi'; choose nccl or symm"):
+        with_engine(model, World(), "auto", **options, reducer="mpi")
+    with pytest.raises(ValueError, match="--reducer symm is the CUDA engine's"):
+        with_engine(model, World(), "auto", **options, reducer="symm")
     with pytest.warns(UserWarning, match="using the slow path: the CUDA engine's cache cannot follow beams"):
         assert with_engine(model, World(device=torch.device("cuda")), "auto", **options | {"beams": 2}) is model
+
+
+@pytest.mark.parametrize(
+    ("dtype", "reason"), [(torch.float16, "bfloat16 and float32, not torch.float16"), (torch.bfloat16, "")]
+)
+def test_without_symmetric_memory_nccl_sums(dtype, reason):
+    place = {"tp": 2, "link": None, "dtype": dtype, "device": torch.device("cpu")}
+    groups = (SimpleNamespace(group_name="a"), SimpleNamespace(group_name="b"))
+    with pytest.warns(UserWarning, match=f"no symmetric memory here .*{reason}.*; using NCCL") as warned:
+        assert isinstance(make_reducer("symm", groups=groups, **place), NcclReducer)
+    assert len(warned) == 1
+    with pytest.raises(ValueError, match="'symm' needs groups"):
+        make_reducer("symm", groups=None, **place)
 
 
 GPU = torch.device("cuda")

@@ -59,6 +59,9 @@ WiringOption = Annotated[str | None, typer.Option("--wiring", help="Another wiri
 Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
 Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
 Engine = Annotated[str, typer.Option(help="auto, cuda (fused kernels, CUDA graphs) or torch (any device, any model).")]
+Sums = Annotated[
+    str, typer.Option("--reducer", help="Of the CUDA engine's ranks: nccl, or symm (symmetric memory, within a host).")
+]
 Schedule = Annotated[str, typer.Option(help="Of the CUDA engine: one lane, two lanes, or auto (measured at start-up).")]
 Emulate = Annotated[
     str | None,
@@ -169,6 +172,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(help="Prompts of --file per batch.")] = 8,
     engine: Engine = "auto",
     schedule: Schedule = "auto",
+    reducer: Sums = "nccl",
     emulate: Emulate = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -250,6 +254,7 @@ def generate(
             context=longest + max_new_tokens,
             beams=num_beams,
             schedule=schedule,
+            reducer=reducer,
             link=emulated.link if emulated else None,
         )
         label = {}
@@ -294,6 +299,7 @@ def chat(
     seed: Annotated[int | None, typer.Option()] = None,
     engine: Engine = "auto",
     schedule: Schedule = "auto",
+    reducer: Sums = "nccl",
     context: Annotated[int, typer.Option(help="Tokens the CUDA engine's cache holds.")] = 8192,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -313,7 +319,7 @@ def chat(
         first = len(messages)
         chat_prompt(tokenizer, [*messages, {"role": "user", "content": "?"}])  # no template: say so before loading weights
         model = load_model(source, world, wiring=wiring, dtype=dtype, uneven=uneven)
-        model = with_engine(model, world, engine, batch=1, context=context, beams=1, schedule=schedule)
+        model = with_engine(model, world, engine, batch=1, context=context, beams=1, schedule=schedule, reducer=reducer)
         sampling = with_seed(sampling, world)
         for turn in range(1_000_000):
             line = world.ask(lambda: _read_line("you> "), turn)

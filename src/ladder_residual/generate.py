@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from .checkpoint import read_json, resolve
 from .engine.emulate import Link
+from .engine.reducers import REAL_REDUCERS
 from .engine.schedule import SCHEDULES
 from .generation_settings import LEAST_TEMPERATURE
 from .launch import is_out_of_memory
@@ -303,6 +304,7 @@ def with_engine(
     context: int,
     beams: int,
     schedule: str,
+    reducer: str = "nccl",
     link: Link | None = None,
 ) -> Any:
     """``model`` itself, or the CUDA engine holding its weights. ``auto`` falls back to the model with one warning, unless the
@@ -311,6 +313,10 @@ def with_engine(
         raise ValueError(f"unknown engine {kind!r}; choose auto, cuda or torch")
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
+    if reducer not in REAL_REDUCERS:
+        raise ValueError(f"unknown reducer {reducer!r}; choose {' or '.join(REAL_REDUCERS)}")
+    if reducer != "nccl" and (kind == "torch" or world.device.type != "cuda"):
+        raise ValueError(f"--reducer {reducer} is the CUDA engine's; the slow path sums with NCCL or gloo")
     if link is not None:
         if kind == "torch" or world.device.type != "cuda":
             raise ValueError("--emulate needs the CUDA engine and a GPU; ladder plan answers without one")
@@ -323,7 +329,8 @@ def with_engine(
         if beams > 1:
             raise ValueError("the CUDA engine's cache cannot follow beams; use --num-beams 1")
         limit = getattr(model.config, "max_position_embeddings", context)
-        return engine_model(model, world, batch=batch, max_context=min(context, limit), schedule=schedule, link=link)
+        sizes = {"batch": batch, "max_context": min(context, limit)}
+        return engine_model(model, world, **sizes, schedule=schedule, reducer=reducer, link=link)
     except ValueError as error:
         if kind == "cuda":
             raise

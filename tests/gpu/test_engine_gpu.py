@@ -174,7 +174,8 @@ def test_greedy_tokens_equal_transformers() -> None:
 
 
 @parametrize("reducer", ["nccl", "symm"])
-def test_real_reducers_on_one_rank(reducer: str) -> None:
+@parametrize("batch", [1, 160])  # messages of 2 and of 320 KiB: symmetric memory sums them in one shot and in two
+def test_real_reducers_on_one_rank(reducer: str, batch: int) -> None:
     """One process is all a single GPU can hold of NCCL; it still proves that the collectives are captured and waited for."""
     import torch.distributed as dist
 
@@ -188,14 +189,17 @@ def test_real_reducers_on_one_rank(reducer: str) -> None:
     weights = stack_weights(spec, RankSizes.of(SHAPE, 1, 0), random_weights(spec, 1, 0, torch.bfloat16, "cuda"))
     wiring = Wiring.parse("ladder", SHAPE.num_layers)
     for schedule in ("one", "two"):
-        engine = DecodeEngine(spec, wiring, weights, reducer=reducer, groups=groups, max_context=32, schedule=schedule)
+        engine = DecodeEngine(
+            spec, wiring, weights, reducer=reducer, groups=groups, batch=batch, max_context=32, schedule=schedule
+        )
+        assert engine.reducer.name == reducer
         reference = ReferenceDecoder(spec, wiring, [weights], tp=1)
-        tokens = torch.randint(0, SHAPE.vocab_size, (1, 6), device="cuda")
+        tokens = torch.randint(0, SHAPE.vocab_size, (batch, 6), device="cuda")
         for index in range(6):
             found = engine.decode(tokens[:, index])
             assert relative(found, reference.forward(tokens[:, index : index + 1])[:, 0]) <= TOLERANCE
-        assert engine.gather(found).shape == (1, SHAPE.vocab_size)
-        assert int(engine.argmax(found)) == int(found.float().argmax())
+        assert engine.gather(found).shape == (batch, SHAPE.vocab_size)
+        assert torch.equal(engine.argmax(found), found.argmax(-1))
 
 
 def test_refusals() -> None:

@@ -96,7 +96,14 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tens
 
 
 def engine_model(
-    model: Any, world: World, *, batch: int, max_context: int, schedule: str = "auto", link: Link | None = None
+    model: Any,
+    world: World,
+    *,
+    batch: int,
+    max_context: int,
+    schedule: str = "auto",
+    reducer: str = "nccl",
+    link: Link | None = None,
 ) -> EngineModel:
     """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it.
     With a ``link`` the other ranks of ``world`` are not there: sums are copies that last as long as it says."""
@@ -126,7 +133,7 @@ def engine_model(
         weights,
         tp=world.size,
         rank=world.rank,
-        reducer="emulated" if link else "nccl" if world.size > 1 else "none",
+        reducer="emulated" if link else reducer if world.size > 1 else "none",
         link=link,
         groups=groups,
         batch=batch,

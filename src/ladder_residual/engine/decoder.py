@@ -57,7 +57,7 @@ class DecodeEngine:
         )
         self.device = self.weights.device
         check_weights(self.weights.dtype, self.device)
-        self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups)
+        self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups, dtype=self.weights.dtype, device=self.device)
         self._groups = groups
         self._leave = self.reducer.multiprocessors if leave_multiprocessors is None else leave_multiprocessors
         require_memory(self.sizes, self.weights.dtype, self.device, batch=batch, max_context=max_context)

@@ -12,6 +12,10 @@ from torch import Tensor
 from .emulate import Link
 from .gemv_ops import Launcher
 
+REAL_REDUCERS = ("nccl", "symm")
+ONE_SHOT_BYTES = 256 << 10  # where torch's own choice between the two lies
+SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)
+
 
 class EngineReducer(Protocol):
     name: str
@@ -74,7 +78,8 @@ class NcclReducer(NoReducer):
 
 
 class SymmetricReducer(NoReducer):
-    """torch symmetric memory: every rank reads its peers' messages directly (one-shot), for messages of a decode step."""
+    """torch symmetric memory. Small messages: every rank reads all of its peers' (one-shot). Large ones: each rank sums its part of
+    them where they lie and hands it to the others (two-shot), which moves fewer bytes and waits once more."""
 
     name, silent, multiprocessors = "symm", False, 8
 
@@ -87,15 +92,22 @@ class SymmetricReducer(NoReducer):
         message = self._symm.empty(rows, hidden, dtype=dtype, device=device)
         self._symm.rendezvous(message, self.group.group_name)
         message.fill_(float("nan"))
+        if message.nbytes > ONE_SHOT_BYTES:
+            return message, message
         return message, torch.full((rows, hidden), float("nan"), dtype=dtype, device=device)
 
     def reduce(self, message: Tensor, total: Tensor, lane: int, launch: Launcher) -> None:
-        torch.ops.symm_mem.one_shot_all_reduce_out(message, "sum", self.group.group_name, total)
+        if total is message:
+            torch.ops.symm_mem.two_shot_all_reduce_(message, "sum", self.group.group_name)
+        else:
+            torch.ops.symm_mem.one_shot_all_reduce_out(message, "sum", self.group.group_name, total)
         launch.dependent = False
 
 
-def make_reducer(kind: str, *, tp: int, link: Link | None, groups: tuple[Any, Any] | None) -> EngineReducer:
-    """``symm`` falls back to ``nccl`` with one warning where the hardware lacks it."""
+def make_reducer(
+    kind: str, *, tp: int, link: Link | None, groups: tuple[Any, Any] | None, dtype: torch.dtype, device: torch.device
+) -> EngineReducer:
+    """``symm`` falls back to ``nccl`` with one warning where the hardware or the dtype lacks it."""
     if kind == "none":
         if tp > 1:
             raise ValueError(f"reducer 'none' on tp={tp} would drop the other ranks: use 'nccl', 'symm' or 'emulated'")
@@ -104,14 +116,18 @@ def make_reducer(kind: str, *, tp: int, link: Link | None, groups: tuple[Any, An
         if link is None:
             raise ValueError("reducer 'emulated' needs a link, such as parse_link('24us')")
         return NoReducer() if link.silent else EmulatedReducer(link)
-    if kind not in ("nccl", "symm"):
-        raise ValueError(f"unknown reducer {kind!r}; choose from none, nccl, symm, emulated")
+    if kind not in REAL_REDUCERS:
+        raise ValueError(f"unknown reducer {kind!r}; choose from none, emulated, {', '.join(REAL_REDUCERS)}")
     if groups is None:
         raise ValueError(f"reducer {kind!r} needs groups: one process group for each of the two lanes")
     if kind == "symm":
         try:
+            if dtype not in SYMMETRIC_DTYPES:
+                raise RuntimeError(f"it sums bfloat16 and float32, not {dtype}")
             reducer = SymmetricReducer(groups[0])
-            reducer.allocate(1, 8, torch.bfloat16, torch.device("cuda", torch.cuda.current_device()))
+            for rows in (1, 1 + ONE_SHOT_BYTES // (1024 * dtype.itemsize)):  # one-shot, two-shot
+                message, total = reducer.allocate(rows, 1024, dtype, device)
+                reducer.reduce(message, total, 0, Launcher(pdl=0))
             return reducer
         except (RuntimeError, ImportError, AttributeError) as error:
             warnings.warn(f"no symmetric memory here ({str(error).splitlines()[0]:.120}); using NCCL", stacklevel=2)
