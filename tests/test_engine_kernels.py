@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
 from ladder_residual.engine.prefill_ops import PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
+from ladder_residual.engine.row_ops import RowOps, RowTiles
 from ladder_residual.engine.schedule import plan_steps
 from ladder_residual.engine.spec import HEAD_DIMS, EngineSpec, RankSizes
 from ladder_residual.engine.streams import RecordingStreams
@@ -144,6 +149,31 @@ def test_wirings_with_several_sequences(wiring: str) -> None:
     assert worst < 2e-5
 
 
+ROWS = RowTiles(16, 32, 1, 2)
+
+
+@pytest.mark.parametrize(("family", "batch"), [("llama", 2), ("qwen2", 3), ("qwen3", 16)])
+def test_products_of_our_own_for_several_sequences(family: str, batch: int) -> None:
+    spec = EngineSpec.from_shape(shape(family))
+    wiring = Wiring.parse("ladder", 2)
+    assert step_against_reference(spec, wiring, batch, 3, lambda *a: RowOps(*a, ROWS, pdl=0, splits=2), lanes=2) < 2e-5
+
+
+@pytest.mark.parametrize("wiring", ["parallel", "desync-3x"])
+def test_what_a_message_carries_rides_on_our_own_products(wiring: str) -> None:
+    spec = EngineSpec.from_shape(shape(num_heads=4, num_kv_heads=2))
+    worst = step_against_reference(
+        spec, Wiring.parse(wiring, 2), 3, 2, lambda *a: RowOps(*a, ROWS, pdl=0, splits=1), tp=2, rank=1
+    )
+    assert worst < 2e-5
+
+
+def test_our_own_products_where_sizes_do_not_fill_a_tile() -> None:
+    spec = EngineSpec.from_shape(shape(hidden_size=72, intermediate_size=44, num_heads=3, num_kv_heads=1))
+    made = RowTiles(32, 64, 1, 3)
+    assert step_against_reference(spec, Wiring.parse("standard", 2), 5, 2, lambda *a: RowOps(*a, made, pdl=0, splits=1)) < 2e-5
+
+
 def test_default_tiles_fit_every_preset() -> None:
     from ladder_residual.presets import presets
 
@@ -162,3 +192,22 @@ def test_default_tiles_fit_every_preset() -> None:
                 assert sizes.hidden % made.slices == 0, name
                 for tile in (made.qkv, made.output, made.gate_up, made.down, made.head):
                     assert tile.block_k == 256 * tile.warps, (name, tile)
+
+
+@pytest.mark.slow
+def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
+    """Without a GPU: the assembler comes with Triton. What would not start on one (too much shared memory) shows here."""
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("kernels_for_hopper.py")],
+        capture_output=True,
+        text=True,
+        env={name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+        | {"TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = [json.loads(line) for line in done.stdout.splitlines()]
+    assert {made["kernel"] for made in compiled} >= {"norm_project", "output_project", "project_rows", "decode_attention"}
+    for made in compiled:
+        assert made["shared"] <= 227 << 10, made
+        assert made["early"] == ("PDL" in made["constants"]), made
+        assert made["tensor_cores"] == (made["kernel"] in ("project_rows", "decode_attention")), made

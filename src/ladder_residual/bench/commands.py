@@ -87,6 +87,9 @@ def bench_decode(
     wirings: Wirings = "standard,ladder,parallel,desync-2x,no-comm",
     links: Links = "none;24us",
     schedule: Annotated[str, typer.Option(help="Of ladder: one lane, two lanes, or auto (measured).")] = "auto",
+    products: Annotated[
+        str, typer.Option(help="Of batches 2 to 16 on a GPU: cublas, triton (our own kernels) or auto (measured).")
+    ] = "cublas",
     repeats: Repeats = 40,
     device: Device = "auto",
     as_json: Json = False,
@@ -95,7 +98,8 @@ def bench_decode(
     asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
     context = context or prompt + new // 2
     alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
-    _measure("decode", asked, on_gpu={"context": context, "schedule": schedule}, on_cpu={"prompt": context}, **alike)
+    on_gpu = {"context": context, "schedule": schedule, "products": products}
+    _measure("decode", asked, on_gpu=on_gpu, on_cpu={"prompt": context}, **alike)
 
 
 @bench.command("prefill")

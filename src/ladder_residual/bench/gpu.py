@@ -48,12 +48,20 @@ class Shard:
         self.weights: RankWeights = stack_weights(self.spec, self.sizes, made, release=True)
 
     def engine(
-        self, wiring: str, link: Link, *, batch: int, max_context: int, schedule: str = "auto", pdl: int = 1
+        self,
+        wiring: str,
+        link: Link,
+        *,
+        batch: int,
+        max_context: int,
+        schedule: str = "auto",
+        products: str = "cublas",
+        pdl: int = 1,
     ) -> DecodeEngine:
         return DecodeEngine(
             self.spec, Wiring.parse(wiring, self.spec.shape.num_layers), self.weights, tp=self.tp,
             reducer="emulated" if self.tp > 1 else "none", link=link, batch=batch, max_context=max_context, schedule=schedule,
-            pdl=pdl,
+            products=products, pdl=pdl,
         )  # fmt: skip
 
     def bytes_per_step(self, batch: int, context: int) -> int:
@@ -72,6 +80,7 @@ def bench_decode(
     context: int = 1280,
     max_context: int | None = None,
     schedule: str = "auto",
+    products: str = "cublas",
     repeats: int = 40,
     layers: int | None = None,
     shard: Shard | None = None,
@@ -93,7 +102,7 @@ def bench_decode(
             for wiring in sorted(asked, key=lambda wiring: wiring != "standard"):  # the others are compared with it
                 if wiring == "no-comm" and link_name != "none":
                     continue  # it never communicates: one row is enough
-                engine = shard.engine(wiring, link, batch=batch, max_context=max_context, schedule=schedule)
+                engine = shard.engine(wiring, link, batch=batch, max_context=max_context, schedule=schedule, products=products)
                 times = time_steps(engine, context, repeats)
                 step = median(times)
                 if wiring == "standard":
@@ -106,6 +115,7 @@ def bench_decode(
                         "link_us": round(link.microseconds(batch * shard.sizes.hidden * 2), 2),
                         "wiring": wiring,
                         "schedule": engine.schedule,
+                        "products": engine.products,
                         "schedules_tried_ms": {name: round(time_ms, 4) for name, time_ms in engine.step_ms.items()},
                         "ms_per_token": round(step, 4),
                         **spread(times),

@@ -29,6 +29,7 @@ from .gemv_ops import GemvOps, GemvTiles
 from .multiprocessors import products_leave
 from .prefill_ops import PrefillOps
 from .reducers import NcclReducer, make_reducer
+from .row_ops import BATCHES, RowOps, RowTiles
 from .schedule import SCHEDULES, Plan, can_run_two_lanes, plan_steps
 from .spec import EngineSpec, RankSizes
 from .streams import CudaStreams
@@ -36,6 +37,9 @@ from .weights import RankWeights, stack_weights
 
 DTYPES = (torch.bfloat16, torch.float16)
 MAX_BATCH = 256
+# Of batches 2 to 16: cuBLAS, kernels of our own, or what is faster at start-up.
+PRODUCTS = ("cublas", "triton", "auto")
+Tiles = GemvTiles | RowTiles | None  # None: cuBLAS
 
 
 class DecodeEngine:
@@ -45,11 +49,14 @@ class DecodeEngine:
     def __init__(
         self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
-        max_context: int = 2048, schedule: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None, release: bool = False,
+        max_context: int = 2048, schedule: str = "auto", products: str = "cublas", pdl: int = 1, tiles: GemvTiles | None = None,
+        release: bool = False,
         stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
         check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=tp, rank=rank)
+        if products not in PRODUCTS:
+            raise ValueError(f"unknown products {products!r}; choose from {', '.join(PRODUCTS)}")
         self.spec, self.wiring, self.batch, self.max_context = spec, wiring, batch, max_context
         self.sizes = RankSizes.of(spec.shape, tp, rank)
         self.weights = (
@@ -70,7 +77,7 @@ class DecodeEngine:
             )
             self.step_ms: dict[str, float] = {}  # measured at start-up, by schedule
             self._length = 0  # of the longest sequence; the device counts for itself
-            self.schedule = self._choose(schedule)
+            self.schedule = self._choose(schedule, products)
             self.lanes = SCHEDULES[self.schedule]
         self.startup_seconds = time.perf_counter() - began
 
@@ -157,13 +164,20 @@ class DecodeEngine:
         self._length += 1
 
     @property
+    def products(self) -> str:
+        """What multiplies by the weights in a decode step."""
+        return "cublas" if self.tiles is None else "triton"
+
+    @property
     def sums_of(self) -> list[int]:
         """The layer of each sum of a step, in the order they are started."""
         return [step.layer for step in self._executing.plan.steps if step.reduce]
 
     # ---- making ----------------------------------------------------------------------------------------------------
 
-    def _ops(self, tiles: GemvTiles | None) -> Ops:
+    def _ops(self, tiles: Tiles) -> Ops:
+        if isinstance(tiles, RowTiles):
+            return RowOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
         if tiles is not None:
             return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
         return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
@@ -181,13 +195,15 @@ class DecodeEngine:
             tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device, pdl_across_waits=self._across,
         )  # fmt: skip
 
-    def _choose(self, schedule: str) -> str:
+    def _choose(self, schedule: str, products: str) -> str:
         """Capture every candidate (schedule and tiles), time each where there is a choice, and keep the fastest."""
         possible = list(SCHEDULES) if can_run_two_lanes(self.wiring) else ["one"]
         schedules = possible if schedule == "auto" else [schedule]
-        tiles: list[GemvTiles | None] = [None]
+        tiles: list[Tiles] = [None]
         if self.batch == 1:
             tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
+        elif products != "cublas" and self.batch in BATCHES:
+            tiles = [*([None] if products == "auto" else []), *RowTiles.candidates()]
         best: tuple[float, str] | None = None
         if len(schedules) * len(tiles) > 1:
             self.reset(min(1024, self.max_context // 2), random_context=True)
@@ -228,7 +244,7 @@ class DecodeEngine:
             times.append(start.elapsed_time(end))
         return times[2:]
 
-    def _capture(self, plan: Plan, tiles: GemvTiles | None) -> tuple[torch.cuda.CUDAGraph, Executor]:
+    def _capture(self, plan: Plan, tiles: Tiles) -> tuple[torch.cuda.CUDAGraph, Executor]:
         from .kernels_small import step_positions
 
         executor = self._executor(plan, self._ops(tiles), rows=self.batch)

@@ -55,7 +55,7 @@ class GemmOps:
     def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
         s, w, launch, cache = self.sizes, self.weights.layers[step.layer], self.launchers[step.lane], self.cache
         normed = self._absorb_norm(step, lane, absorbed, w.first_norm)
-        self._matmul(launch, normed, w.qkv, self._qkv)
+        self._project(launch, normed, w.qkv, self._qkv)
         none = self._lse
         launch(
             self._attend.decode_attention, (cache.batch, s.kv_heads, self.splits),
@@ -71,29 +71,17 @@ class GemmOps:
                 self._attend.merge_splits, (cache.batch * s.heads,), self._split, self._lse, merged, SPLITS=self.splits,
                 SPLITS_PAD=triton.next_power_of_2(self.splits), DIM=s.head_dim, warps=1 if self.splits <= 8 else 4,
             )  # fmt: skip
-        self._matmul(launch, merged, w.output, message)
-        self._additions(step, lane, message, other)
+        self._output(step, lane, merged, w.output, message, other)
 
     def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
         w, launch = self.weights.layers[step.layer], self.launchers[step.lane]
         normed = self._absorb_norm(step, lane, absorbed, w.first_norm if step.first_norm else w.second_norm)
-        self._matmul(launch, normed, w.gate_up, self._gate_up)
-        ff = self.sizes.intermediate
-        launch(
-            self._small.silu_multiply,
-            (self.cache.batch, triton.cdiv(ff, 1024)),
-            self._gate_up,
-            self._act,
-            ff,
-            BLOCK=1024,
-            warps=4,
-        )
-        self._matmul(launch, self._act, w.down, message)
-        self._additions(step, lane, message, other)
+        self._gated(launch, normed, w.gate_up, self._act)
+        self._output(step, lane, self._act, w.down, message, other)
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
         normed = self._absorb_norm(step, lane, absorbed, self.weights.final_norm)
-        self._matmul(self.launchers[step.lane], normed, self.weights.head, logits)
+        self._project(self.launchers[step.lane], normed, self.weights.head, logits)
 
     def _absorb_norm(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor) -> Tensor:
         out = self._normed[step.lane]
@@ -106,15 +94,21 @@ class GemmOps:
         )  # fmt: skip
         return out
 
-    @staticmethod
-    def _matmul(launch: Launcher, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def _project(self, launch: Launcher, x: Tensor, weight: Tensor, out: Tensor) -> None:
         torch.mm(x, weight.T, out=out)
         launch.dependent = False  # cuBLAS does not signal early: what follows is an ordinary launch
 
-    def _additions(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+    def _gated(self, launch: Launcher, x: Tensor, gate_up: Tensor, out: Tensor) -> None:
+        self._project(launch, x, gate_up, self._gate_up)
+        ff = out.shape[1]
+        grid = (self.cache.batch, triton.cdiv(ff, 1024))
+        launch(self._small.silu_multiply, grid, self._gate_up, out, ff, BLOCK=1024, warps=4)
+
+    def _output(
+        self, step: Step, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None
+    ) -> None:  # fmt: skip
+        self._project(self.launchers[step.lane], x, weight, message)
         if step.adds_stream:
             message.add_(lane.stream, alpha=1.0 / self.sizes.tp)
-            self.launchers[step.lane].dependent = False
         if other is not None:
             message.add_(other)
-            self.launchers[step.lane].dependent = False

@@ -1,0 +1,118 @@
+"""Compiles every kernel of a decode step for sm_90, as the engine would launch it, and prints a JSON line per kernel. No GPU is needed:
+Triton brings the assembler. A process of its own, because under TRITON_INTERPRET (the other kernel tests) nothing is compiled."""
+
+import json
+import os
+
+os.environ.pop("TRITON_INTERPRET", None)
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ladder_residual.config import Wiring
+from ladder_residual.engine import kernels_small
+from ladder_residual.engine.cache import KVCache
+from ladder_residual.engine.execute import Executor
+from ladder_residual.engine.gemm_ops import GemmOps
+from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Launcher
+from ladder_residual.engine.reducers import EmulatedReducer
+from ladder_residual.engine.row_ops import RowOps, RowTiles
+from ladder_residual.engine.schedule import plan_steps
+from ladder_residual.engine.spec import EngineSpec, RankSizes
+from ladder_residual.engine.streams import RecordingStreams
+from ladder_residual.engine.weights import random_weights, stack_weights
+from ladder_residual.presets import ModelShape
+
+HOPPER = GPUTarget("cuda", 90, 32)
+KINDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+SHAPE = ModelShape(  # a rank of Llama-3-70B at tp=8, two layers of it
+    family="llama", hidden_size=8192, intermediate_size=28672, num_layers=2, num_heads=64, num_kv_heads=8, head_dim=128,
+    vocab_size=32768,
+)  # fmt: skip
+spec, sizes = EngineSpec.from_shape(SHAPE), RankSizes.of(SHAPE, 8, 0)
+weights = stack_weights(spec, sizes, random_weights(spec, 8, 0, torch.bfloat16, "cpu"))  # never multiplied, but sized
+seen = set()
+
+
+class Compiling(Launcher):
+    """Compiles a kernel where the engine would start it."""
+
+    def __init__(self):
+        super().__init__(pdl=1)
+
+    def __call__(self, kernel, grid, *args, warps, **constants):
+        compile_kernel(kernel, args, warps, {**constants, "PDL": 1})
+
+
+def compile_kernel(kernel, args, warps, constants):
+    names = [name for name in kernel.arg_names if name not in constants]
+    signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, map(kind_of, args), strict=True))
+    key = (kernel.__name__, warps, str(sorted(constants.items())), str(signature))
+    if key in seen:
+        return
+    seen.add(key)
+    # what Triton finds out of the arguments at a launch: pointers and sizes that 16 divides are loaded in wide pieces
+    wide = {
+        (kernel.arg_names.index(name),): [["tt.divisibility", 16]]
+        for name, value in zip(names, args, strict=True)
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
+    }
+    source = ASTSource(kernel, signature, constants, wide)
+    made = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    ptx = made.asm["ptx"]
+    line = {
+        "kernel": kernel.__name__,
+        "constants": constants,
+        "warps": warps,
+        "shared": made.metadata.shared,
+        "early": "griddepcontrol.wait" in ptx,
+        "tensor_cores": "mma" in ptx,
+        "copies_ahead": "cp.async" in ptx,
+    }
+    print(json.dumps(line), flush=True)
+
+
+def kind_of(value):
+    if isinstance(value, torch.Tensor):
+        return KINDS[value.dtype]
+    return "i32" if isinstance(value, int) else "fp32"
+
+
+def compile_step(wiring, batch, ops_of, lanes):
+    cache = KVCache(spec, sizes, batch, 2048, torch.bfloat16, "cpu")
+    ops = ops_of(spec, sizes, weights, cache)
+    ops.launchers = [Compiling(), Compiling()]
+    ops.embed = lambda tokens, message: compile_kernel(
+        kernels_small.embed, (tokens, weights.embedding, message, 0, sizes.vocab_rows, sizes.hidden), 4, {"BLOCK": 1024}
+    )
+    plan = plan_steps(Wiring.parse(wiring, SHAPE.num_layers), lanes=lanes)
+    executor = Executor(
+        plan, ops, NoSum(), RecordingStreams(), rows=batch, hidden=sizes.hidden, tp=8, dtype=torch.bfloat16, device=torch.device("cpu")
+    )  # fmt: skip
+    logits = torch.empty(batch, sizes.vocab_rows, dtype=torch.bfloat16)
+    executor.run(torch.zeros(batch, dtype=torch.int64), logits)
+
+
+class NoSum(EmulatedReducer):
+    """The stand-in for a sum is a kernel too."""
+
+    def __init__(self):
+        pass
+
+    def reduce(self, message, total, lane, launch):
+        arguments = (message, total, message.numel(), 24000)
+        compile_kernel(kernels_small.copy_that_lasts, arguments, 8, {"BLOCK": 2048, "PDL": 1})
+
+
+if __name__ == "__main__":
+    for tiles in GemvTiles.candidates(sizes, 2048):
+        compile_step("ladder", 1, lambda *a, tiles=tiles: GemvOps(*a, tiles), 1)
+    compile_step("desync-3x", 1, lambda *a: GemvOps(*a, GemvTiles.candidates(sizes, 2048)[0]), 1)
+    compile_step("parallel", 4, GemmOps, 1)
+    for rows in RowTiles.candidates():
+        compile_step("ladder", 4, lambda *a, rows=rows: RowOps(*a, rows), 2)
+    compile_step("desync-3x", 16, lambda *a: RowOps(*a, RowTiles.candidates()[0]), 1)
+    compile_step("parallel", 4, lambda *a: RowOps(*a, RowTiles.candidates()[0]), 1)
+    compile_kernel(kernels_small.step_positions, (torch.zeros(4, dtype=torch.int32), 4), 1, {"BLOCK": 4})
