@@ -29,6 +29,9 @@ Repeats = Annotated[int, typer.Option(help="Measured runs per case.")]
 Batches = Annotated[str, typer.Option(help="Comma-separated.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of the prompt.")]
 New = Annotated[int, typer.Option(help="Tokens generated.")]
+WithPeers = Annotated[
+    bool, typer.Option("--peers/--no-peers", help="On a GPU: beside it what a user would have otherwise, compiled.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
 
 
@@ -91,6 +94,7 @@ def bench_decode(
         str, typer.Option(help="Of batches 2 to 16 on a GPU: cublas, triton (our own kernels) or auto (measured).")
     ] = "cublas",
     repeats: Repeats = 40,
+    peers: WithPeers = True,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -98,7 +102,7 @@ def bench_decode(
     asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
     context = context or prompt + new // 2
     alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
-    on_gpu = {"context": context, "schedule": schedule, "products": products}
+    on_gpu = {"context": context, "schedule": schedule, "products": products, "peers": peers}
     _measure("decode", asked, on_gpu=on_gpu, on_cpu={"prompt": context}, **alike)
 
 
@@ -112,12 +116,14 @@ def bench_prefill(
     wirings: Wirings = "standard,ladder",
     links: Links = "none;500us",
     repeats: Repeats = 5,
+    peers: WithPeers = True,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Time to the first token. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
     asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats, "prompt": prompt}
-    _measure("prefill", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json)
+    alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
+    _measure("prefill", asked, on_gpu={"peers": peers}, **alike)
 
 
 @bench.command("e2e")
@@ -131,6 +137,7 @@ def bench_e2e(
     wirings: Wirings = "standard,ladder",
     links: Links = "24us",
     repeats: Repeats = 5,
+    peers: WithPeers = True,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -143,7 +150,8 @@ def bench_e2e(
         "prompt": prompt,
         "new": new,
     }
-    _measure("e2e", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json)
+    alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
+    _measure("e2e", asked, on_gpu={"peers": peers}, **alike)
 
 
 @bench.command("train")
@@ -281,11 +289,16 @@ def _print_result(result: dict[str, Any] | None, as_json: bool = False) -> None:
         from rich.table import Table
 
         title = " ".join(str(result[key]) for key in ("benchmark", "model") if key in result) + f", tp {result.get('tp', 1)}"
-        columns = list(dict.fromkeys(key for row in result["rows"] for key in row if not isinstance(row[key], dict)))
-        table = Table(*columns, title=title + (" (emulated)" if result.get("emulated") else ""))
-        for row in result["rows"]:
-            table.add_row(*[_cell(row.get(column)) for column in columns])
-        Console(width=160).print(table)
+        title += " (emulated)" if result.get("emulated") else ""
+        for rows, name in ((result["rows"], title), (result.get("peers", []), "what a user would have otherwise")):
+            columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], dict)))
+            table = Table(*columns, title=name)
+            for row in rows:
+                table.add_row(*[_cell(row.get(column)) for column in columns])
+            if rows:
+                Console(width=160).print(table)
+        for note in result.get("notes", []):
+            print(note)
     print(json.dumps(result))
 
 

@@ -7,8 +7,8 @@ return JSON-able dicts; ``ladder bench`` and ``runs/`` call them.
 from __future__ import annotations
 
 import itertools
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -23,7 +23,9 @@ from ..engine.weights import RankWeights, random_weights, stack_weights
 from ..plan.models import resolve_model
 from ..presets import ModelShape
 from .environment import environment
+from .gpu_peers import Peers
 from .gpu_report import spread
+from .timing import time_calls, time_on_device
 
 DTYPE = torch.bfloat16
 
@@ -84,6 +86,7 @@ def bench_decode(
     repeats: int = 40,
     layers: int | None = None,
     shard: Shard | None = None,
+    peers: bool = False,
 ) -> dict[str, Any]:
     """Time of one decode step at ``context`` for every (batch, link, wiring); the no-communication bound comes with each batch."""
     if context <= repeats // 2:
@@ -93,6 +96,7 @@ def bench_decode(
     max_context = max_context or max(2 * context, 2048)
     bandwidth = read_bandwidth()
     rows: list[dict[str, Any]] = []
+    others = Peers(shard)
     for batch in batches:
         bound: float | None = None
         for link_name in dict.fromkeys(("none", *links)):
@@ -127,9 +131,11 @@ def bench_decode(
                 )
                 del engine
                 torch.cuda.empty_cache()
+            if peers:
+                others.decode(link_name, batch=batch, context=context, max_context=max_context, repeats=repeats)
     # the card's clocks move: the better of two measurements, before and after, is the roofline
     bandwidth = max(bandwidth, read_bandwidth())
-    for row in rows:
+    for row in [*rows, *others.rows]:
         floor_ms = 1e3 * shard.bytes_per_step(row["batch"], context) / bandwidth
         row["roofline_share"] = round(floor_ms / row["ms_per_token"], 4)
     return {
@@ -144,6 +150,7 @@ def bench_decode(
         "gigabytes_per_step_batch_1": round(shard.bytes_per_step(1, context) / 1e9, 3),
         "read_bandwidth_tb_s": round(bandwidth / 1e12, 3),
         "rows": rows,
+        **others.compared(rows, "ms_per_token"),
         **environment(),
     }
 
@@ -151,11 +158,12 @@ def bench_decode(
 def bench_prefill(
     *, model: str = "llama-3-70b", tp: int = 8, batches: Sequence[int] = (1,), prompt: int = 1024,
     wirings: Sequence[str] = ("standard", "ladder"), links: Sequence[str] = ("none", "24us"), repeats: int = 5,
-    layers: int | None = None, shard: Shard | None = None,
+    layers: int | None = None, shard: Shard | None = None, peers: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Time to the first token. Prefill runs eagerly, so short prompts are bound by launches, not by the card."""
     shard = shard or Shard(model, tp, layers=layers)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    others = Peers(shard)
     for batch, link_name in itertools.product(batches, links_of(links, shard.tp)):
         tokens = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
         link = parse_link(link_name, tp=tp)
@@ -166,7 +174,7 @@ def bench_prefill(
         taken: dict[str, list[float]] = {wiring: [] for wiring in wirings}
         for turn in range(repeats):
             for wiring, engine in engines.items():
-                taken[wiring] += time_calls(lambda engine=engine, tokens=tokens: engine.prefill(tokens), 1, warm_up=turn == 0)
+                taken[wiring] += time_calls(partial(engine.prefill, tokens), 1, warm_up=turn == 0)
         baseline = median(taken["standard"]) if "standard" in taken else None
         for wiring, times in taken.items():
             rows.append(
@@ -182,20 +190,23 @@ def bench_prefill(
             )
         del engines, engine
         torch.cuda.empty_cache()
+        if peers:
+            others.prefill(link_name, batch=batch, prompt=prompt, repeats=repeats)
     return {
         "benchmark": "prefill", "emulated": tp > 1, "model": shard.name, "tp": tp, "prompt": prompt,
-        "layers": shard.sizes.layers, "rows": rows, **environment(),
+        "layers": shard.sizes.layers, "rows": rows, **others.compared(rows, "ms"), **environment(),
     }  # fmt: skip
 
 
 def bench_e2e(
     *, model: str = "llama-3-70b", tp: int = 8, batches: Sequence[int] = (1,), prompt: int = 1024, new: int = 512,
     wirings: Sequence[str] = ("standard", "ladder"), links: Sequence[str] = ("24us",), repeats: int = 3, layers: int | None = None,
-    shard: Shard | None = None,
+    shard: Shard | None = None, peers: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Prompt to last token, greedy, tokens chosen on the device: the paper's measure (tokens/s counts generated tokens)."""
     shard = shard or Shard(model, tp, layers=layers)
-    rows = []
+    rows: list[dict[str, Any]] = []
+    others = Peers(shard)
     for batch, link_name in itertools.product(batches, links_of(links, shard.tp)):
         prompts = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
         link = parse_link(link_name, tp=tp)
@@ -225,9 +236,11 @@ def bench_e2e(
             )
             del engine
             torch.cuda.empty_cache()
+        if peers:
+            others.e2e(link_name, batch=batch, prompt=prompt, new=new, repeats=repeats)
     return {
         "benchmark": "e2e", "emulated": tp > 1, "model": shard.name, "tp": tp, "prompt": prompt, "new": new,
-        "layers": shard.sizes.layers, "rows": rows, **environment(),
+        "layers": shard.sizes.layers, "rows": rows, **others.compared(rows, "seconds"), **environment(),
     }  # fmt: skip
 
 
@@ -243,30 +256,3 @@ def time_steps(engine: DecodeEngine, context: int, repeats: int) -> list[float]:
         engine.replay()
     engine.reset(context - repeats // 2)
     return time_on_device(engine.replay, repeats)
-
-
-def time_on_device(call: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds between two events around each call."""
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return times
-
-
-def time_calls(call: Any, repeats: int, *, warm_up: bool = True) -> list[float]:
-    """Wall-clock milliseconds of whole calls, after one to warm up."""
-    if warm_up:
-        call()
-    torch.cuda.synchronize()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times

@@ -122,12 +122,18 @@ def _section(result: dict[str, Any]) -> list[str]:
         facts.append(f"read bandwidth {result['read_bandwidth_tb_s']} TB/s")
     made = f"{result.get('gpu')}, torch {result.get('torch')}, triton {result.get('triton')}, {result.get('date')}"
     lines = [f"## {title}", "", f"{', '.join(facts)}. {made}, commit {result.get('commit')}.", ""]
-    columns = _COLUMNS[result["benchmark"]]
-    lines += ["| " + " | ".join(columns.values()) + " |", "|" + "---|" * len(columns)]
-    for row in result["rows"]:
-        lines.append("| " + " | ".join(_cell(row.get(key)) for key in columns) + " |")
-    lines += ["", *result.get("notes", []), ""] if result.get("notes") else [""]
+    lines += _table(_COLUMNS[result["benchmark"]], result["rows"])
+    if result.get("peers"):
+        lines += ["What a user would have otherwise, in the same run:", "", *_table(_PEER_COLUMNS, result["peers"])]
+    lines += [*result["notes"], ""] if result.get("notes") else []
     return lines
+
+
+def _table(columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Those of the columns that some row has."""
+    held = {key: name for key, name in columns.items() if any(key in row for row in rows)}
+    lines = ["| " + " | ".join(held.values()) + " |", "|" + "---|" * len(held)]
+    return [*lines, *("| " + " | ".join(_cell(row.get(key)) for key in held) + " |" for row in rows), ""]
 
 
 _COLUMNS: dict[str, dict[str, str]] = {
@@ -138,7 +144,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "torch_ms_per_step": "transformers ms/step", "engine_ms_per_step": "engine ms/step",
     },
     "decode": {
-        "batch": "batch", "link": "link", "wiring": "wiring", "schedule": "schedule", "ms_per_token": "ms/step",
+        "batch": "batch", "link": "link", "wiring": "wiring", "schedule": "schedule", "products": "products", "ms_per_token": "ms/step",
         "p10_ms": "p10", "p90_ms": "p90", "tokens_per_s": "tokens/s", "roofline_share": "roofline share", "over_standard": "over standard",
         "of_no_comm_bound": "standard without communication / this", "startup_s": "start-up s",
     },
@@ -155,6 +161,11 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "engine": "engine", "ms_per_token": "ms/token", "p10_ms": "p10", "p90_ms": "p90", "roofline_share": "roofline share",
         "startup_s": "warm-up s",
     },
+}  # fmt: skip
+_PEER_COLUMNS = {
+    "batch": "batch", "link": "link", "engine": "engine", "ms_per_token": "ms/step", "ms": "ms", "p10_ms": "p10", "p90_ms": "p90",
+    "tokens_per_s": "tokens/s", "roofline_share": "roofline share", "over_ours": "its time / ours (standard)",
+    "startup_s": "start-up s",
 }  # fmt: skip
 
 

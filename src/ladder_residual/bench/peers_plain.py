@@ -1,0 +1,143 @@
+"""A peer of the CUDA engine: the decode step as PyTorch users write it, blocks under ``torch.compile``, all of it in one CUDA graph."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..engine.emulate import Link
+from ..engine.gemv_ops import Launcher
+from ..engine.reducers import make_reducer
+from ..engine.rope import rope_tables, rotate
+from ..engine.spec import EngineSpec, RankSizes
+from ..engine.weights import RankWeights
+from .timing import time_on_device
+
+
+class PlainDecoder:
+    """One function for each half of a block, a static cache, a mask over its unused end. ``sums`` sums a half's output over ranks
+    before anything else happens; without it a whole block is one function."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        sizes: RankSizes,
+        weights: RankWeights,
+        *,
+        batch: int,
+        max_context: int,
+        sums: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
+        if spec.qkv_bias or spec.head_norm:
+            raise ValueError(f"the plain block knows Llama's attention, not that of {spec.shape.family}")
+        self.spec, self.sizes, self.weights, self.sums = spec, sizes, weights, sums
+        self.block, self.attention, self.mlp = self.plain_block, self.plain_attention, self.plain_mlp
+        shape = (batch, sizes.kv_heads, max_context, sizes.head_dim)
+        self.caches = [tuple(weights.embedding.new_zeros(shape) for _ in range(2)) for _ in weights.layers]
+        self.position = torch.zeros(1, dtype=torch.int64, device=weights.device)
+        self.places = torch.arange(max_context, device=weights.device)
+        self.cos, self.sin = (table.to(weights.dtype) for table in rope_tables(spec, max_context, weights.device))
+
+    def compile(self) -> None:
+        self.block, self.attention, self.mlp = (
+            torch.compile(part, fullgraph=True, dynamic=False) for part in (self.block, self.attention, self.mlp)
+        )
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """(B) tokens -> logits (B, this rank's vocabulary); every sequence is as long as ``position`` says."""
+        local = tokens - self.sizes.vocab_first
+        mine = (local >= 0) & (local < self.sizes.vocab_tokens)
+        x = F.embedding(local.clamp(0, self.sizes.vocab_tokens - 1), self.weights.embedding) * mine[:, None]
+        x = x if self.sums is None else self.sums(x)
+        delta = torch.zeros_like(x)
+        seen = (self.places <= self.position)[None, None, None]
+        turn = (self.cos[self.position], self.sin[self.position])
+        for w, cache in zip(self.weights.layers, self.caches, strict=True):
+            reading = (w.first_norm, w.qkv, w.output, *cache, self.position, seen, *turn)
+            writing = (w.second_norm, w.gate_up, w.down)
+            if self.sums is None:
+                x, delta = self.block(x, delta, reading, writing)
+                continue
+            x, partial = self.attention(x, delta, *reading)
+            x, partial = self.mlp(x, self.sums(partial), *writing)
+            delta = self.sums(partial)
+        self.position += 1
+        return F.linear(self._norm(x + delta, self.weights.final_norm), self.weights.head)
+
+    def plain_block(
+        self, x: Tensor, delta: Tensor, reading: tuple[Tensor, ...], writing: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
+        return self.plain_mlp(*self.plain_attention(x, delta, *reading), *writing)
+
+    def plain_attention(
+        self, x: Tensor, delta: Tensor, norm: Tensor, qkv: Tensor, output: Tensor, keys: Tensor, values: Tensor,
+        position: Tensor, seen: Tensor, cos: Tensor, sin: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        s, x = self.sizes, x + delta
+        heads = F.linear(self._norm(x, norm), qkv).view(x.shape[0], 1, -1, s.head_dim).transpose(1, 2)
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+        keys.index_copy_(2, position, rotate(k, cos, sin))
+        values.index_copy_(2, position, v)
+        read = F.scaled_dot_product_attention(rotate(q, cos, sin), keys, values, attn_mask=seen, enable_gqa=s.group > 1)
+        return x, F.linear(read.transpose(1, 2).flatten(1), output)
+
+    def plain_mlp(
+        self, x: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        x = x + delta
+        gate, up = F.linear(self._norm(x, norm), gate_up).chunk(2, dim=-1)
+        return x, F.linear(F.silu(gate) * up, down)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
+
+
+@torch.no_grad()
+def plain_steps(
+    spec: EngineSpec,
+    sizes: RankSizes,
+    weights: RankWeights,
+    link: Link,
+    *,
+    batch: int,
+    context: int,
+    max_context: int,
+    repeats: int,
+) -> tuple[list[float], float]:
+    """Milliseconds of decode steps around ``context``, and the seconds until the first. Sums of tp > 1 are emulated, in line."""
+    began = time.perf_counter()
+    decoder = PlainDecoder(spec, sizes, weights, batch=batch, max_context=max_context, sums=_emulated(sizes, weights, link))
+    decoder.compile()
+    tokens = torch.zeros(batch, dtype=torch.int64, device=weights.device)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):  # compiles, and sets up cuBLAS, before the recording
+            decoder.step(tokens)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        decoder.step(tokens)
+    warm_up = time.perf_counter() - began
+    decoder.position.fill_(context - repeats // 2)
+    return time_on_device(graph.replay, repeats + 5)[5:], warm_up
+
+
+def _emulated(sizes: RankSizes, weights: RankWeights, link: Link) -> Callable[[Tensor], Tensor] | None:
+    if sizes.tp == 1:
+        return None
+    reducer = make_reducer(
+        "emulated", tp=sizes.tp, link=link, groups=None, dtype=weights.dtype, device=weights.device
+    )  # fmt: skip
+    if reducer.silent:
+        return lambda partial: partial
+
+    def total_of(partial: Tensor) -> Tensor:
+        total = torch.empty_like(partial)
+        reducer.reduce(partial, total, 0, Launcher(pdl=0))
+        return total
+
+    return total_of
