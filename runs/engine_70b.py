@@ -19,7 +19,8 @@ LINKS = ("none", "5us", "18us", "24us", "64us")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/engine"))
-    parser.add_argument("--parts", default="batch1,batches,prefill,e2e,peers")
+    parser.add_argument("--parts", default="batch1,products,batches,prefill,e2e,peers")
+    parser.add_argument("--products", default="cublas", help="of batches 2 to 16: cublas, triton or auto")
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -30,23 +31,42 @@ def main() -> None:
         for row in result["rows"]:
             print(name, json.dumps(row), flush=True)
 
-    if set(parts) & {"batch1", "batches", "prefill", "e2e"}:
+    if set(parts) & {"batch1", "products", "batches", "prefill", "bias", "e2e"}:
         shard = Shard("llama-3-70b", 8)
         every = ("standard", "ladder", "parallel", "desync-2x", "no-comm")
         if "batch1" in parts:
-            keep("70b-tp8-batch1", bench_decode(shard=shard, tp=8, links=LINKS, wirings=every, repeats=options.repeats))
+            keep(
+                "70b-tp8-batch1",
+                bench_decode(shard=shard, tp=8, links=LINKS, wirings=every, repeats=options.repeats, peers=True),
+            )
         if "batches" in parts:
             keep(
                 "70b-tp8-batches",
                 bench_decode(
-                    shard=shard, tp=8, batches=(4, 16, 64), links=("none", "18us"), wirings=("standard", "ladder", "parallel"),
-                    repeats=options.repeats,
+                    shard=shard, tp=8, batches=(4, 16, 64), links=LINKS, wirings=("standard", "ladder", "parallel"),
+                    products=options.products, repeats=options.repeats,
                 ),
             )  # fmt: skip
+        if "products" in parts:  # cuBLAS and kernels of our own, no link in the way
+            for products in ("cublas", "triton"):
+                keep(
+                    f"70b-tp8-products-{products}",
+                    bench_decode(
+                        shard=shard, tp=8, batches=(2, 4, 8, 16), links=("none",), wirings=("standard", "ladder"),
+                        products=products, repeats=options.repeats,
+                    ),
+                )  # fmt: skip
         if "prefill" in parts:
-            keep("70b-tp8-prefill", bench_prefill(shard=shard, tp=8, links=("none", "500us")))
+            keep("70b-tp8-prefill", bench_prefill(shard=shard, tp=8, batches=(1, 4), links=("none", "500us", "h200-nccl")))
+        if "bias" in parts:  # the same wiring under two names: what differs between them is no wiring's doing
+            names = ("standard", "ladder", "ladder:0-79", "ladder:79")
+            for order in (names, names[::-1]):
+                keep(
+                    f"prefill-order-{order[0].replace(':', '-')}",
+                    bench_prefill(shard=shard, tp=8, links=("none",), wirings=order),
+                )
         if "e2e" in parts:
-            keep("70b-tp8-e2e", bench_e2e(shard=shard, tp=8, links=("24us",), repeats=2))
+            keep("70b-tp8-e2e", bench_e2e(shard=shard, tp=8, batches=(1, 4, 16, 64), links=("24us", "64us"), repeats=2))
         del shard
     if "peers" in parts:
         keep("8b-tp1-peers", bench_peers(repeats=options.repeats))

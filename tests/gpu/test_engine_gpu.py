@@ -7,11 +7,13 @@ import itertools
 import os
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import replace
 
 import torch
 
+from ladder_residual.bench.environment import environment
 from ladder_residual.config import Wiring
 from ladder_residual.engine import (
     DecodeEngine,
@@ -58,23 +60,28 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def worst_error(
-    shape, wiring, *, batch=1, context=96, schedule="auto", link="none", tp=2, dtype=torch.bfloat16, steps=4
-) -> float:
-    spec = EngineSpec.from_shape(shape)
-    layers = shape.num_layers
-    weights = stack_weights(spec, RankSizes.of(shape, tp, 0), random_weights(spec, tp, 0, dtype, "cuda"))
+    shape, wiring, *, batch=1, context=96, schedule="auto", link="none", tp=2, dtype=torch.bfloat16, steps=4, products="cublas",
+    **details,
+) -> float:  # fmt: skip
+    """Of a prompt's logits and of some steps after it; ``context`` may be several, all read by one engine."""
+    contexts = [context] if isinstance(context, int) else context
+    spec, sizes = EngineSpec.from_shape(shape, **details), RankSizes.of(shape, tp, 0)
+    wired = Wiring.parse(wiring, shape.num_layers)
+    weights = stack_weights(spec, sizes, random_weights(spec, tp, 0, dtype, "cuda"))
     engine = DecodeEngine(
-        spec, Wiring.parse(wiring, layers), weights, tp=tp, reducer="emulated" if tp > 1 else "none", link=parse_link(link),
-        batch=batch, max_context=context + steps + 1, schedule=schedule,
+        spec, wired, weights, tp=tp, reducer="emulated" if tp > 1 else "none", link=parse_link(link), batch=batch,
+        max_context=max(contexts) + steps + 1, schedule=schedule, products=products,
     )  # fmt: skip
-    reference = ReferenceDecoder(spec, Wiring.parse(wiring, layers), [weights], tp=tp)
-    tokens = torch.randint(0, RankSizes.of(shape, tp, 0).vocab_rows, (batch, context + steps), device="cuda")
-    errors = [relative(engine.prefill(tokens[:, :context]), reference.forward(tokens[:, :context])[:, -1])]
-    for index in range(context, context + steps):
-        engine._logits.fill_(float("nan"))  # every logit must be written anew
-        found = engine.decode(tokens[:, index])
-        assert torch.isfinite(found).all()
-        errors.append(relative(found, reference.forward(tokens[:, index : index + 1])[:, 0]))
+    errors = []
+    for length in contexts:
+        reference = ReferenceDecoder(spec, wired, [weights], tp=tp)
+        tokens = torch.randint(0, sizes.vocab_tokens, (batch, length + steps), device="cuda")
+        errors.append(relative(engine.prefill(tokens[:, :length]), reference.forward(tokens[:, :length])[:, -1]))
+        for index in range(length, length + steps):
+            engine._logits.fill_(float("nan"))  # every logit must be written anew
+            found = engine.decode(tokens[:, index])
+            assert torch.isfinite(found).all()
+            errors.append(relative(found, reference.forward(tokens[:, index : index + 1])[:, 0]))
     return max(errors)
 
 
@@ -96,6 +103,23 @@ def test_every_schedule(schedule: str, wiring: str, batch: int) -> None:
 @parametrize("batch", [1, 3])
 def test_contexts(context: int, batch: int) -> None:
     assert worst_error(SHAPE, "ladder", context=context, batch=batch) <= TOLERANCE
+
+
+CONTEXTS = [1, 2, 63, 64, 65, 500, 1000, 2048, 4096]
+
+
+@parametrize("wiring", WIRINGS)
+@parametrize("batch", [1, 3, 16])
+def test_every_wiring_at_every_context(wiring: str, batch: int) -> None:
+    """Two KV heads on the rank and few layers, because the slow twin keeps all scores of sixteen prompts of 4096."""
+    few = replace(SHAPE, num_heads=8, num_kv_heads=4)
+    assert worst_error(few, wiring, context=CONTEXTS, batch=batch, steps=2) <= TOLERANCE
+
+
+@parametrize("wiring", WIRINGS)
+@parametrize("batch", [2, 3, 7, 16])
+def test_products_of_our_own(wiring: str, batch: int) -> None:
+    assert worst_error(SHAPE, wiring, batch=batch, link="5us", products="triton") <= TOLERANCE
 
 
 @parametrize("context", [16384, 32768])
@@ -122,6 +146,17 @@ ODD_SIZES = [
         "head_dim": 64,
         "tied_embeddings": True,
     },
+    {"hidden_size": 2304, "intermediate_size": 9216, "num_heads": 8, "num_kv_heads": 4, "head_dim": 256},
+]
+SCALINGS = [
+    {"rope_type": "linear", "factor": 4.0},
+    {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
 ]
 
 
@@ -130,6 +165,19 @@ ODD_SIZES = [
 def test_odd_sizes_and_dtypes(sizes: dict, dtype: torch.dtype) -> None:
     shape = ModelShape(**{**SHAPE.to_dict(), **sizes, "num_layers": 2})
     assert worst_error(shape, "ladder", tp=1, dtype=dtype) <= TOLERANCE
+
+
+@parametrize("scaling", SCALINGS)
+@parametrize("batch", [1, 3])
+def test_rope_scalings(scaling: dict, batch: int) -> None:
+    assert worst_error(SHAPE, "ladder", batch=batch, context=300, rope_scaling=scaling) <= TOLERANCE
+
+
+@parametrize("products", ["cublas", "triton"])
+def test_a_vocabulary_that_ranks_do_not_divide(products: str) -> None:
+    odd = replace(SHAPE, vocab_size=4099)
+    for batch in (1, 4):
+        assert worst_error(odd, "ladder", batch=batch, products=products) <= TOLERANCE
 
 
 def test_prompts_of_different_lengths() -> None:
@@ -234,15 +282,18 @@ def small() -> int:
     """Each kernel and schedule once, on a model of two layers."""
     shape = replace(SHAPE, num_layers=2, hidden_size=512, intermediate_size=768, num_heads=4, num_kv_heads=2, vocab_size=256)
     worst = 0.0
-    for wiring, batch, schedule in (
-        ("ladder", 1, "two"),
-        ("ladder", 1, "one"),
-        ("standard", 3, "one"),
-        ("desync-2x", 1, "one"),
-        ("parallel", 3, "one"),
-        ("ladder", 3, "two"),
+    for wiring, batch, schedule, products in (
+        ("ladder", 1, "two", "cublas"),
+        ("ladder", 1, "one", "cublas"),
+        ("standard", 3, "one", "cublas"),
+        ("desync-2x", 1, "one", "cublas"),
+        ("parallel", 3, "one", "cublas"),
+        ("ladder", 3, "two", "cublas"),
+        ("ladder", 3, "two", "triton"),
+        ("desync-3x", 5, "one", "triton"),
     ):
-        worst = max(worst, worst_error(shape, wiring, batch=batch, context=70, schedule=schedule, link="5us", steps=2))
+        sizes = {"batch": batch, "context": 70, "steps": 2}
+        worst = max(worst, worst_error(shape, wiring, **sizes, schedule=schedule, link="5us", products=products))
     print(f"worst relative error {worst:.4f}", flush=True)
     return int(worst > TOLERANCE)
 
@@ -250,6 +301,7 @@ def small() -> int:
 def main() -> int:
     failures = 0
     count = 0
+    began, spoken = time.perf_counter(), 0.0
     for name, test in list(globals().items()):
         if not name.startswith("test_"):
             continue
@@ -265,7 +317,11 @@ def main() -> int:
                 failures += 1
                 print(f"FAILED {name} {arguments}", flush=True)
                 traceback.print_exc(limit=3)
-    print(f"{count - failures} of {count} passed", flush=True)
+            if time.perf_counter() - began > spoken + 20:  # a long silence looks like a hang
+                spoken = time.perf_counter() - began
+                print(f"{count} tests, {spoken:.0f} s", flush=True)
+    where = {name: value for name, value in environment().items() if name in ("gpu", "torch", "triton", "date", "commit")}
+    print(f"{count - failures} of {count} passed in {time.perf_counter() - began:.0f} s: {where}", flush=True)
     return int(failures > 0)
 
 
