@@ -172,6 +172,8 @@ class Bench:
             put(student, self.corrected)  # measured before as zero-shot: the original's weights
         try:
             trainer.train()
+            if curve.points and curve.points[-1]["step"] != trainer.state.global_step:
+                curve.finish()
         except ValueError as error:  # a run that diverges is a result too
             problem = str(error)
         result = {
@@ -376,7 +378,7 @@ def speak(bench: Bench, name: str, directory: Path) -> None:
         "--temperature",
         "0",
     ]
-    target = bench.out / f"text-{name.replace(' ', '-')}.jsonl"
+    target = bench.out / f"text-{name.replace(',', '').replace(' ', '-')}.jsonl"
     bench.talking.append(subprocess.Popen([sys.executable, "-m", "ladder_residual", *words, "--out", str(target)]))
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from adapt_bench import START, Bench, Scoring, selection, speak
 
+from ladder_residual.adapt.settings import Source
 from ladder_residual.parallel import distributed
 
 
@@ -51,8 +52,9 @@ EQUAL = 4  # million tokens of the runs that compare methods
 CONTROL = f"control sft, {EQUAL}M"  # also the corrected teacher: the original after a short training on the same text
 
 
-def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path | None) -> None:
-    """The runs of the document, most important first; ``own`` is the weight of the text's own loss in distillation."""
+def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path | None, only: list[str]) -> None:
+    """The runs of the document, most important first; ``own`` is the weight of the text's own loss in distillation. ``only``: those
+    named, and the control that teachers are corrected by."""
     half, most = bench.last(1 / 2), bench.last(2 / 3)
     stages = bench.stages((1 / 2, 0.4, 0.3, 0.2, 0.13, 0.07, 0.04))
     equal = dict(tokens=EQUAL * million, points=4)
@@ -60,8 +62,18 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
     corrected = dict(corrected=True)
     alone = corrected | dict(data_weight=0.0)
     short_choice = f"distill 15 chosen, {EQUAL}M"
+    # As wide as the teacher's own knowledge: what it writes by itself, little of the books it never chose.
+    samples = dict(data=(Source("samples", 0.8), Source("books", 0.1), Source("reference", 0.1)), data_weight=0.0)
+    plain = dict(learning_rate=SFT["learning_rate"], data_weight=0.0, keep=True)  # distillation and nothing else changed
     plan: list[tuple[str, str, dict[str, Any]]] = [
         (CONTROL, "standard", SFT | equal | dict(keep=True)),
+        (f"distill 15 adamw, {EQUAL}M", half, plain | equal),
+        (f"sft 15 muon, {EQUAL}M", half, HALF | dict(method="sft", hidden_weight=0.0, keep=True) | equal),
+        ("distill 15 chosen, own samples", "chosen half", HALF | long | samples | dict(tokens=24 * million)),
+        ("control sft, 24M", "standard", SFT | long | dict(tokens=24 * million)),
+        ("distill 20 chosen, own samples", "chosen most", HALF | long | samples | dict(tokens=24 * million)),
+        (f"control sft 1e-3, {EQUAL}M", "standard", SFT | dict(learning_rate=1e-3) | equal),
+        (f"lora 30, {EQUAL}M", "ladder", dict(method="lora", learning_rate=2e-3, eager=True) | equal),
         (short_choice, "chosen half", HALF | equal),
         (f"{short_choice}, corrected teacher", "chosen half", HALF | equal | corrected),
         (f"{short_choice}, corrected teacher alone", "chosen half", HALF | equal | alone),
@@ -81,8 +93,9 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         (f"progressive 30, {EQUAL}M", "ladder", ALL | equal | dict(stages=stages, stages_share=0.5)),
         (f"sft 30, {EQUAL}M", "ladder", SFT | dict(learning_rate=1e-3) | equal),
         (f"distill 30 without hidden states, {EQUAL}M", "ladder", ALL | dict(hidden_weight=0.0) | equal),
-        (f"distill 15 adamw, {EQUAL}M", half, dict(learning_rate=6e-4) | equal),
     ]
+    if unknown := set(only) - {name for name, *_ in plan}:
+        raise SystemExit(f"no such run: {', '.join(sorted(unknown))}; there are {'; '.join(name for name, *_ in plan)}")
     scored = Scoring(bench, requests)
     scored.model("original", bench.model, "standard")
     if "selection" not in bench.record:
@@ -96,7 +109,7 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
     rate = 190_000.0
     for name, wiring, changes in plan:
         wiring = chosen.get(wiring, wiring)
-        if bench.done(name):
+        if bench.done(name) or (only and name not in (CONTROL, *only)):
             continue
         needed = changes["tokens"] / (rate / 2 if changes.get("eager") else rate) + 12
         if time.monotonic() - START + needed > seconds:
@@ -130,6 +143,7 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further run after this")
+    parser.add_argument("--run", action="append", default=[], help="one of heal's runs by its name; may be repeated")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--requests", type=Path, help="what `ladder eval --requests-out` wrote; scored by every model")
     parser.add_argument("--no-compile", action="store_true")
@@ -162,7 +176,7 @@ def main() -> None:
         if arguments.part == "pilot":
             pilot(bench, arguments.million)
         else:
-            heal(bench, arguments.seconds, arguments.million, arguments.data_weight, arguments.requests)
+            heal(bench, arguments.seconds, arguments.million, arguments.data_weight, arguments.requests, arguments.run)
         bench.log("done")
 
 

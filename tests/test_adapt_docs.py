@@ -84,6 +84,12 @@ def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
     words += (
         f"--device cpu --no-compile --million 64 --batch 64 --length 64 --rows-per-step 16 --out {tmp_path / 'out'}".split()
     )
+    short = "distill 15 chosen, 4M"
+    ends = ("", ", corrected teacher", ", corrected teacher alone, seed 2")
+    asked = [*(short + end for end in ends), "distill 20 chosen, corrected teacher", "lora 15, 4M", "sft 15 muon, 4M"]
+    asked += ["distill 15 chosen, own samples", "progressive 30, 4M"]
+    for name in asked:
+        words += ["--run", name]
     done = subprocess.run(
         [sys.executable, ROOT / "runs" / "adapt_smollm2.py", *words, "--seconds", "240"],
         env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
@@ -95,9 +101,9 @@ def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
     document = json.loads((tmp_path / "out" / "heal.json").read_text(encoding="utf-8"))
     runs = {run["name"]: run for run in document["runs"]}
     assert next(iter(runs)) == "control sft, 4M"
-    assert {"distill 20 chosen, corrected teacher", "lora 15, 4M", "distill 15, 4M"} <= set(runs)
-    ends = ("", ", corrected teacher", ", corrected teacher alone, seed 2")
-    same = [runs[f"distill 15 chosen, 4M{end}"]["before"]["wikitext2"]["loss"] for end in ends]
+    assert set(runs) == {"control sft, 4M", *asked}
+    assert runs["distill 15 chosen, own samples"]["settings"]["data"][0]["path"] == "samples"
+    same = [runs[short + end]["before"]["wikitext2"]["loss"] for end in ends]
     assert max(same) == min(same)  # zero-shot is the original's weights, whatever ran before and whoever teaches
     assert all(run["problem"] is None for run in document["runs"])
     assert document["original"]["wikitext2"]["loss"] > 0
