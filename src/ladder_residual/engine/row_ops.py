@@ -17,13 +17,15 @@ from .spec import EngineSpec, RankSizes
 from .weights import RankWeights
 
 BATCHES = range(2, 17)
+LEAST_ROWS = 16  # that tl.dot takes
+MULTIPROCESSORS = 132  # of an H100 or H200
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """One size for all products of a step."""
+    """One size for all products of a step, but for the rows of those with few."""
 
-    rows: int
+    rows: int  # at most
     block_k: int
     warps: int
     stages: int
@@ -32,6 +34,13 @@ class RowTiles:
     def candidates(cls) -> list[RowTiles]:
         """Tiles of 16 to 32 KiB, several under way: what is fastest is timed at start-up."""
         return [cls(16, 512, 4, 4), cls(32, 256, 4, 4), cls(64, 128, 4, 6)]
+
+    def rows_of(self, products: int, *, gated: bool) -> int:
+        """Rows per program: gate and up share the registers, and every multiprocessor should have a program."""
+        rows = self.rows // 2 if gated else self.rows
+        while rows > LEAST_ROWS and products // rows < MULTIPROCESSORS:
+            rows //= 2
+        return max(rows, LEAST_ROWS)
 
 
 class RowOps(GemmOps):
@@ -77,7 +86,7 @@ class RowOps(GemmOps):
         other: Tensor | None = None,
     ) -> None:
         n, tile = out.shape[1], self.tiles
-        rows = max(tile.rows // 2, 16) if gated else tile.rows  # gate and up share the registers
+        rows = tile.rows_of(n, gated=gated)
         launch(
             self._kernels.project_rows, (triton.cdiv(n, rows),),
             x, weight, out if stream is None else stream, out if other is None else other, out, 1.0 / self.sizes.tp,

@@ -8,9 +8,9 @@ from typing import Any
 _EXPLAINED = """\
 Each result was made by `ladder bench hosts` (`docs/operations.md` has the commands). Every host is a network
 namespace with an address of its own, torchrun runs on each, and all wirings of a row were measured in one run, turn by turn.
-*Compute* is the step without sums (the ranks choose the next token together in it, as in every other wiring), *communication* the step's sums one
-after another, the *bound* the larger of the two; *hidden* is the share of what standard spends beyond compute that ladder does
-not. parallel runs with the same weights and one norm less: only its speed means something here. The *load before* a run
+*Compute* is the step without sums (the ranks choose the next token together in it, as in every other wiring), *communication*
+the step's sums one after another, the *bound* the larger of the two; *hidden* is the share of what standard spends beyond compute
+that ladder does not. parallel runs with the same weights and one norm less: only its speed means something here. The *load before* a run
 is the system's average over a minute, in which the link measured before has its part.
 
 The bound is out of reach where compute and communication are about equal: a sum has the time of the *next* module to travel in, and
