@@ -68,11 +68,51 @@ def test_the_same_tokens_from_few_numbers(ranks, family):
             assert width <= 2 * 21 if index < len(DECIDED) else width == -(-VOCAB // ranks)
 
 
-def test_capped_logits_are_gathered():
-    """A cap turns minus infinity into a number."""
-    ((whole, few, width),) = run_on_ranks(2, _generate, "gemma2", torch.float32, DECIDED[1:2])[0]
-    assert whole == few
-    assert width == -(-VOCAB // 2)
+@pytest.mark.parametrize(("family", "dtype"), [("gemma2", torch.float32), ("granite", torch.bfloat16)])
+def test_logits_that_a_family_changes_are_gathered(family, dtype):
+    """A cap turns minus infinity into a number; a scale of 3 in half precision makes equals of what differed."""
+    for _, _, width in run_on_ranks(2, _generate, family, dtype, DECIDED[:2])[0]:
+        assert width == -(-VOCAB // 2)
+
+
+def _in_half_precision(world):
+    """From few and from all logits of the same ranks: sums over ranks round, so one process is no judge here."""
+    model = shard_model(tiny_model("llama", vocab_size=VOCAB).to(torch.bfloat16), world)
+    few = [_texts(model, options) for options in DECIDED]
+    model.needs = lambda candidates: None
+    return few, [_texts(model, options) for options in DECIDED]
+
+
+def test_half_precision_has_ties_and_the_same_tokens():
+    for few, all_of_them in run_on_ranks(2, _in_half_precision):
+        assert few == all_of_them
+
+
+def _with_other_loops(world):
+    """Whether a loop of the caller's sees all logits, whether a forward after a list of processors was made by itself does, and the
+    narrowest message of a run with an assistant."""
+    model, helper = (tiny_model("llama", vocab_size=VOCAB, seed=seed) for seed in (0, 1))
+    ids = random_ids(1, 6)
+    assisted = {"assistant_model": helper, "max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = model.generate(ids, **assisted).tolist()
+    head = shard_model(model, world).get_output_embeddings()
+    head.reducer = Counting(world.reducer())
+    assert model.generate(ids, **assisted).tolist() == expected
+    narrowest = min(head.reducer.widths)
+    seen = []
+
+    def loop(model, input_ids, **_):
+        seen.append(bool(model(input_ids).logits.isfinite().all()))
+        return input_ids
+
+    model.generate(ids, custom_generate=loop, max_new_tokens=2, pad_token_id=0)
+    model._get_logits_processor(model.generation_config, input_ids_seq_length=6)
+    return seen, bool(model(ids).logits.isfinite().all()), narrowest
+
+
+def test_other_loops_than_transformers_own_get_all_logits():
+    for found in run_on_ranks(2, _with_other_loops):
+        assert found == ([True], True, -(-VOCAB // 2))
 
 
 @pytest.mark.parametrize("needed", [GREEDY, Candidates(1, True), Candidates(5, True), Candidates(12, True)])

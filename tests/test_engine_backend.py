@@ -1,5 +1,6 @@
 """The engine under `generate`, with its slow reference in the place of the CUDA kernels: same text as the model itself."""
 
+import warnings
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,9 +10,9 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3F
 
 from ladder_residual import rewire
 from ladder_residual.config import Wiring
+from ladder_residual.engine import reducers
 from ladder_residual.engine.backend import EngineModel, right_padded
 from ladder_residual.engine.decoder import check_weights, prefill_bytes
-from ladder_residual.engine.reducers import NcclReducer, make_reducer
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.weights import check_shapes, stack_weights
@@ -21,6 +22,7 @@ from ladder_residual.memory import require
 from ladder_residual.model import wiring_of
 from ladder_residual.parallel import World
 from ladder_residual.presets import ModelShape
+from ranks import run_on_ranks
 from tiny_models import clone, random_ids, tiny_model
 
 
@@ -115,17 +117,49 @@ def test_what_the_engine_cannot_take_falls_back_or_is_refused(demo_dir):
         assert with_engine(model, World(device=torch.device("cuda")), "auto", **options | {"beams": 2}) is model
 
 
+def _made(world, dtype):
+    """What a rank ends up with, and what it said."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        place = {"tp": 2, "link": None, "dtype": dtype, "device": world.device}
+        made = reducers.make_reducer("symm", groups=(world.group, world.group), **place)
+    return made.name, [str(warning.message) for warning in said]
+
+
+def _made_with_pretended_memory(world, dtype, broken):
+    def hold(_, rows, hidden, dtype, device):
+        if world.rank == broken:
+            raise RuntimeError("too few handles\nand more")
+        return torch.empty(rows, hidden, dtype=dtype)
+
+    reducers.SymmetricReducer.hold = hold
+    reducers.SymmetricReducer.meet = reducers.SymmetricReducer.reduce = lambda *_: None
+    torch.cuda.synchronize = lambda *_: None
+    return _made(world, dtype)
+
+
 @pytest.mark.parametrize(
-    ("dtype", "reason"), [(torch.float16, "bfloat16 and float32, not torch.float16"), (torch.bfloat16, "")]
+    ("dtype", "broken", "name", "reasons"),
+    [
+        (torch.bfloat16, None, "symm", ["", ""]),
+        (torch.bfloat16, 1, "nccl", ["another rank has none", "too few handles"]),
+        (torch.float16, None, "nccl", ["not torch.float16", "not torch.float16"]),
+    ],
 )
-def test_without_symmetric_memory_nccl_sums(dtype, reason):
-    place = {"tp": 2, "link": None, "dtype": dtype, "device": torch.device("cpu")}
-    groups = (SimpleNamespace(group_name="a"), SimpleNamespace(group_name="b"))
-    with pytest.warns(UserWarning, match=f"no symmetric memory here .*{reason}.*; using NCCL") as warned:
-        assert isinstance(make_reducer("symm", groups=groups, **place), NcclReducer)
-    assert len(warned) == 1
+def test_symmetric_memory_is_used_by_all_ranks_or_none(dtype, broken, name, reasons):
+    for (made, said), reason in zip(run_on_ranks(2, _made_with_pretended_memory, dtype, broken), reasons, strict=True):
+        assert made == name
+        assert [reason in text for text in said] == ([True] if reason else [])
+
+
+def test_without_symmetric_memory_nccl_sums():
+    """The real attempt, on a machine that has none."""
+    for made, said in run_on_ranks(2, _made, torch.bfloat16):
+        assert made == "nccl"
+        assert len(said) == 1
+        assert "no symmetric memory here" in said[0]
     with pytest.raises(ValueError, match="'symm' needs groups"):
-        make_reducer("symm", groups=None, **place)
+        reducers.make_reducer("symm", tp=2, link=None, groups=None, dtype=torch.bfloat16, device=torch.device("cpu"))
 
 
 GPU = torch.device("cuda")

@@ -211,3 +211,5 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
         assert made["shared"] <= 227 << 10, made
         assert made["early"] == ("PDL" in made["constants"]), made
         assert made["tensor_cores"] == (made["kernel"] in ("project_rows", "decode_attention")), made
+        if made["kernel"] == "project_rows" and made["constants"]["K"] > 2 * made["constants"]["BLOCK_K"]:
+            assert made["copies_ahead"], made

@@ -77,17 +77,23 @@ def decisive_logits(
 class ChoosesFromCandidates:
     """Mixed into a class with transformers' ``generate``: tells ``needs`` what the run at hand needs, and None at its end."""
 
+    _choosing = False  # within a ``generate`` whose loop is transformers' own and chooses from this model's logits alone
+
     def needs(self, candidates: Candidates | None) -> None:
         raise NotImplementedError
 
     def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> Any:
         # The list transformers builds is the one statement of what will be done to the logits; without this call all are gathered.
         processors = super()._get_logits_processor(generation_config, *args, **kwargs)  # type: ignore[misc]
-        self.needs(deciding(generation_config, processors))
+        if self._choosing:
+            self.needs(deciding(generation_config, processors))
         return processors
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Any = None, *args: Any, **kwargs: Any) -> Any:
+        # An assistant's tokens are weighed against all logits, and a loop of the caller's own may read any.
+        self._choosing = not args and not kwargs.get("assistant_model") and not kwargs.get("custom_generate")
         try:
-            return super().generate(*args, **kwargs)  # type: ignore[misc]
+            return super().generate(inputs, *args, **kwargs)  # type: ignore[misc]
         finally:
+            self._choosing = False
             self.needs(None)

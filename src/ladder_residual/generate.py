@@ -318,6 +318,8 @@ def with_engine(
     if reducer != "nccl" and (kind == "torch" or world.device.type != "cuda"):
         raise ValueError(f"--reducer {reducer} is the CUDA engine's; the slow path sums with NCCL or gloo")
     if link is not None:
+        if reducer != "nccl":
+            raise ValueError(f"--emulate has a link in the place of a reducer: leave out --reducer {reducer}")
         if kind == "torch" or world.device.type != "cuda":
             raise ValueError("--emulate needs the CUDA engine and a GPU; ladder plan answers without one")
         kind = "cuda"

@@ -9,6 +9,7 @@ classes made here with transformers' Auto classes; by hand:
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable
 from functools import cache, partial
@@ -16,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
@@ -127,9 +129,8 @@ class RewiredModel(ChoosesFromCandidates, PreTrainedModel):
 
     def needs(self, candidates: Candidates | None) -> None:
         head: Any = self.get_output_embeddings()
-        capped = getattr(self.config, "final_logit_softcapping", None) is not None  # would lift minus infinity
         if hasattr(head, "candidates"):
-            head.candidates = None if capped else candidates
+            head.candidates = candidates if _logits_stay_in_order(self.config, head.weight.dtype) else None
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None, **kwargs: Any) -> None:  # type: ignore[override]
         options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
@@ -146,6 +147,13 @@ class RewiredModel(ChoosesFromCandidates, PreTrainedModel):
         result = super().save_pretrained(save_directory, *args, **kwargs)
         write_stub(Path(save_directory))
         return result
+
+
+def _logits_stay_in_order(config: Any, dtype: torch.dtype) -> bool:
+    """Whether what a family does to its logits keeps minus infinity, and makes no equals of what differs."""
+    capped = getattr(config, "final_logit_softcapping", None) is not None
+    rounded = dtype.itemsize < 4 and math.frexp(getattr(config, "logits_scaling", 1.0))[0] != 0.5  # no power of two
+    return not capped and not rounded
 
 
 def write_stub(directory: Path) -> None:

@@ -234,7 +234,7 @@ def bench_e2e(
                     "over_standard": round(rate / baseline, 4) if baseline else None,
                 }
             )
-            del engine
+            del engine, generate
             torch.cuda.empty_cache()
         if peers:
             others.e2e(link_name, batch=batch, prompt=prompt, new=new, repeats=repeats)

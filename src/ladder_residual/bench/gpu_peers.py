@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -94,6 +95,7 @@ class Peers:
         except Exception as error:
             self._note(f"{name} did not run: {type(error).__name__}: {str(error)[:200]}")
         torch.compiler.reset()
+        gc.collect()  # compiled code and its model point at each other
         torch.cuda.empty_cache()
 
     def _note(self, text: str) -> None:

@@ -250,8 +250,10 @@ def measure_overlap(
         latency = world.broadcast(_shorter_module(decoders(plain, [COMPUTE])[COMPUTE], model))
     reducer = world.reducer("async", latency=latency) if latency else plain
     model.needs(GREEDY)  # tokens are chosen as generate chooses them
-    times = rounds(decoders(reducer, names), repeats)
-    model.needs(None)
+    try:
+        times = rounds(decoders(reducer, names), repeats)
+    finally:
+        model.needs(None)
     # tokens of a sequence in each forward of a step
     passes = {"decode": [1], "prefill": [prompt], "e2e": [prompt] + [1] * (new - 1)}[phase]
     tokens = new if phase == "e2e" else passes[0]  # that count: what a step reads or, end to end, writes

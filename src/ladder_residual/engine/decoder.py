@@ -66,7 +66,7 @@ class DecodeEngine:
         check_weights(self.weights.dtype, self.device)
         self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups, dtype=self.weights.dtype, device=self.device)
         self._groups = groups
-        self._leave = self.reducer.multiprocessors if leave_multiprocessors is None else leave_multiprocessors
+        self._leave = leave_multiprocessors
         require_memory(self.sizes, self.weights.dtype, self.device, batch=batch, max_context=max_context)
         with torch.cuda.device(self.device):
             self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
@@ -101,7 +101,7 @@ class DecodeEngine:
         ops = PrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
         ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
         executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps, prefill=True)
-        with products_leave(self._leave_beside(executor.plan), self.device):
+        with products_leave(self._leave_beside(executor), self.device):
             executor.run(input_ids.to(self.device), self._logits)
         self.cache.set_lengths(lengths.to(self.device))
         self._length = int(lengths.max())
@@ -266,10 +266,12 @@ class DecodeEngine:
         self.cache.positions.zero_()
         return graph, executor
 
-    def _leave_beside(self, plan: Plan) -> int:
+    def _leave_beside(self, executor: Executor) -> int:
         """Multiprocessors that a prompt's products leave to a sum: none unless some run at the same time. (Products of a decode
         step are bound by memory and end on time either way: measured, no gain.)"""
-        return self._leave if plan.lanes == 1 and any(step.reduce and plan.in_flight(step) for step in plan.steps) else 0
+        plan, asked = executor.plan, self._leave
+        beside = plan.lanes == 1 and any(step.reduce and plan.in_flight(step) for step in plan.steps)
+        return (executor.reducer.multiprocessors if asked is None else asked) if beside else 0
 
     def _check_batch(self, batch: int) -> None:
         if batch != self.batch:

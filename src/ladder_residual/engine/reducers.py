@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -79,9 +80,9 @@ class NcclReducer(NoReducer):
 
 class SymmetricReducer(NoReducer):
     """torch symmetric memory. Small messages: every rank reads all of its peers' (one-shot). Large ones: each rank sums its part of
-    them where they lie and hands it to the others (two-shot), which moves fewer bytes and waits once more."""
+    them where they lie and hands it to the others (two-shot), which moves fewer bytes."""
 
-    name, silent, multiprocessors = "symm", False, 8
+    name, silent, multiprocessors = "symm", False, 24
 
     def __init__(self, group: Any) -> None:
         import torch.distributed._symmetric_memory as symm_mem
@@ -89,12 +90,19 @@ class SymmetricReducer(NoReducer):
         self._symm, self.group = symm_mem, group
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        message = self._symm.empty(rows, hidden, dtype=dtype, device=device)
-        self._symm.rendezvous(message, self.group.group_name)
+        message = self.hold(rows, hidden, dtype, device)
+        self.meet(message)
         message.fill_(float("nan"))
         if message.nbytes > ONE_SHOT_BYTES:
             return message, message
         return message, torch.full((rows, hidden), float("nan"), dtype=dtype, device=device)
+
+    def hold(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._symm.empty(rows, hidden, dtype=dtype, device=device)
+
+    def meet(self, message: Tensor) -> None:
+        """With all ranks: each learns where the others' message lies."""
+        self._symm.rendezvous(message, self.group.group_name)
 
     def reduce(self, message: Tensor, total: Tensor, lane: int, launch: Launcher) -> None:
         if total is message:
@@ -102,6 +110,42 @@ class SymmetricReducer(NoReducer):
         else:
             torch.ops.symm_mem.one_shot_all_reduce_out(message, "sum", self.group.group_name, total)
         launch.dependent = False
+
+
+def _symmetric_reducer(group: Any, dtype: torch.dtype, device: torch.device) -> SymmetricReducer:
+    """RuntimeError, on every rank, if one of them has no symmetric memory: the others must not wait for it in the next step."""
+    reducer: Any = None
+    messages: list[Tensor] = []
+
+    def begin() -> None:
+        nonlocal reducer
+        if dtype not in SYMMETRIC_DTYPES:
+            raise RuntimeError(f"it sums bfloat16 and float32, not {dtype}")
+        reducer = SymmetricReducer(group)
+        one_shot, two_shot = 1, 1 + ONE_SHOT_BYTES // (1024 * dtype.itemsize)
+        messages.extend(reducer.hold(rows, 1024, dtype, device) for rows in (one_shot, two_shot))
+
+    def meet() -> None:
+        for message in messages:
+            reducer.meet(message)
+
+    def add() -> None:
+        small, large = (message.zero_() for message in messages)
+        reducer.reduce(small, torch.empty_like(small), 0, Launcher(pdl=0))
+        reducer.reduce(large, large, 0, Launcher(pdl=0))
+        torch.cuda.synchronize(device)
+
+    for stage in (begin, meet, add):
+        problem = ""
+        try:
+            stage()
+        except (RuntimeError, ImportError, AttributeError) as error:
+            problem = str(error).splitlines()[0] if str(error) else type(error).__name__
+        works = torch.tensor([0 if problem else 1], device=device)
+        dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
+        if not int(works):
+            raise RuntimeError(problem or "another rank has none")
+    return reducer
 
 
 def make_reducer(
@@ -122,13 +166,8 @@ def make_reducer(
         raise ValueError(f"reducer {kind!r} needs groups: one process group for each of the two lanes")
     if kind == "symm":
         try:
-            if dtype not in SYMMETRIC_DTYPES:
-                raise RuntimeError(f"it sums bfloat16 and float32, not {dtype}")
-            reducer = SymmetricReducer(groups[0])
-            for rows in (1, 1 + ONE_SHOT_BYTES // (1024 * dtype.itemsize)):  # one-shot, two-shot
-                message, total = reducer.allocate(rows, 1024, dtype, device)
-                reducer.reduce(message, total, 0, Launcher(pdl=0))
-            return reducer
-        except (RuntimeError, ImportError, AttributeError) as error:
-            warnings.warn(f"no symmetric memory here ({str(error).splitlines()[0]:.120}); using NCCL", stacklevel=2)
+            with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+                return _symmetric_reducer(groups[0], dtype, device)
+        except RuntimeError as error:
+            warnings.warn(f"no symmetric memory here ({error!s:.120}); using NCCL", stacklevel=2)
     return NcclReducer(groups)
