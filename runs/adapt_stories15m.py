@@ -59,6 +59,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "lora 3": (HALF, dict(method="lora", learning_rate=4e-3)),
     "distill 6": (ALL, dict()),
     "sft 6": (ALL, dict(method="sft")),
+    "lora 6": (ALL, dict(method="lora", learning_rate=4e-3)),
     "progressive 6": (ALL, dict(stages=("ladder:4-5", "ladder:2-5"), stages_share=0.5)),
     "distill 3, seed 1": (HALF, dict(seed=1)),
     "sft 3, seed 1": (HALF, dict(method="sft", seed=1)),
