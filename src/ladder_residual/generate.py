@@ -1,6 +1,7 @@
 """Text from a checkpoint, on any number of ranks. Sampling, stopping and streaming are transformers' own.
 
-Every rank runs the same loop with the same seed on the same gathered logits, so all pick the same tokens; rank 0 speaks.
+Every rank runs the same loop with the same seed on the same logits (all of them, or the best of each rank: ``candidates.py``), so all
+pick the same tokens; rank 0 speaks.
 """
 
 from __future__ import annotations

@@ -63,6 +63,7 @@ class RowOps(GemmOps):
         if cache.batch not in BATCHES:
             raise ValueError(f"our own products take {BATCHES[0]} to {BATCHES[-1]} sequences, got {cache.batch}")
         self._kernels, self.tiles = kernels_rows, tiles
+        del self._gate_up  # here gate and up never leave their product
 
     def _project(self, launch: Launcher, x: Tensor, weight: Tensor, out: Tensor) -> None:
         self._launch(launch, x, weight, out)
