@@ -74,6 +74,7 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         ("distill 20 chosen, own samples", "chosen most", HALF | long | samples | dict(tokens=24 * million)),
         (f"control sft 1e-3, {EQUAL}M", "standard", SFT | dict(learning_rate=1e-3) | equal),
         (f"lora 30, {EQUAL}M", "ladder", dict(method="lora", learning_rate=2e-3, eager=True) | equal),
+        (f"progressive 15, {EQUAL}M", half, HALF | equal | dict(stages=bench.stages((0.9, 0.75, 0.6)), stages_share=0.5)),
         (short_choice, "chosen half", HALF | equal),
         (f"{short_choice}, corrected teacher", "chosen half", HALF | equal | corrected),
         (f"{short_choice}, corrected teacher alone", "chosen half", HALF | equal | alone),

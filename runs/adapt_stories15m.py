@@ -57,6 +57,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "sft 3": (HALF, dict(method="sft")),
     "distill 3": (HALF, dict()),
     "lora 3": (HALF, dict(method="lora", learning_rate=4e-3)),
+    "progressive 3": (HALF, dict(stages=("ladder:5", "ladder:4-5"), stages_share=0.5)),
     "distill 6": (ALL, dict()),
     "sft 6": (ALL, dict(method="sft")),
     "lora 6": (ALL, dict(method="lora", learning_rate=4e-3)),

@@ -114,6 +114,24 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
             list(read_entries(str(tmp_path / name)))
 
 
+def test_subsets_of_hub_datasets_are_told_apart(tmp_path, monkeypatch):
+    """A directory stands for the hub: laid out like one of its datasets, with two subsets and no default."""
+    datasets = pytest.importorskip("datasets")
+    (tmp_path / "Made-2.5").mkdir()
+    for subset in ("7M", "Gen"):
+        (tmp_path / "Made-2.5" / f"{subset}.jsonl").write_text(json.dumps({"text": f"of {subset}"}) + "\n")
+    front = "".join(f"- config_name: {subset}\n  data_files: {subset}.jsonl\n" for subset in ("7M", "Gen"))
+    (tmp_path / "Made-2.5" / "README.md").write_text(f"---\nconfigs:\n{front}---\n")
+    load = datasets.load_dataset
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, *rest, **options: load(str(tmp_path / name.partition("/")[2]), *rest, **options)
+    )
+    for subset in ("7M", "Gen"):
+        assert [entry.text for entry in read_entries(f"owner/Made-2.5:{subset}")] == [f"of {subset}"]
+    with pytest.raises(ValueError, match=r"(?s)owner/Made-2.5 is no file, and reading it from the hub failed.*Gen"):
+        list(read_entries("owner/Made-2.5"))
+
+
 @pytest.mark.parametrize("content", ["", "\n\n", "<|endoftext|>\n"])
 def test_an_empty_file_is_refused(tmp_path, encoder, content):
     path = tmp_path / "empty.txt"

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from ladder_residual.bench.gpu import bench_decode, bench_e2e, bench_prefill
 from ladder_residual.bench.gpu_peers import Peers
 from ladder_residual.bench.gpu_report import main, render, spread
 from ladder_residual.bench.peers_plain import PlainDecoder
@@ -215,6 +216,42 @@ def test_the_plain_peer_computes_what_the_slow_twin_does(tp: int) -> None:
     assert len(sums) == (0 if tp == 1 else 5 * (1 + 2 * 3))
     with pytest.raises(ValueError, match="not that of qwen3"):
         PlainDecoder(EngineSpec.from_shape(replace(PEER_SHAPE, family="qwen3")), sizes, weights, batch=1, max_context=8)
+
+
+@pytest.mark.parametrize(
+    ("run", "changes", "message"),
+    [
+        (bench_decode, {"links": ("none", "bogus")}, "unknown link 'bogus'"),
+        (bench_decode, {"batches": (1, 512)}, "batch 512 is outside"),
+        (bench_decode, {"products": "mkl"}, "unknown products 'mkl'"),
+        (bench_prefill, {"wirings": ("standard", "ladder:99")}, "layer 99"),
+        (bench_e2e, {"links": ("24us", "24 parsecs")}, "unknown link"),
+    ],
+)
+def test_a_mistake_in_the_last_case_costs_no_measurement(run, changes: dict, message: str) -> None:
+    """Refused before weights are made, which would fail here for another reason: there is no GPU."""
+    with pytest.raises(ValueError, match=message):
+        run(model="llama-3-70b", tp=8, layers=80, **changes)
+
+
+@pytest.mark.parametrize(
+    ("change", "context", "message"),
+    [
+        ({"hidden_act": "gelu"}, 64, "hidden_act='gelu': the CUDA engine computes silu"),
+        ({"sliding_window": 4096}, 4097, "takes at most 4096 tokens, not 4097"),
+        ({"sliding_window": 4096}, None, "takes at most 4096 tokens"),
+        ({"sliding_window": 4096}, 4096, None),
+        ({"sliding_window": 4096, "use_sliding_window": False}, 9000, None),
+    ],
+)
+def test_what_a_config_asks_for_is_computed_or_refused(change: dict, context: int | None, message: str | None) -> None:
+    config = {"model_type": "mistral", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 64,
+              "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 96, **change}  # fmt: skip
+    if message is None:
+        assert EngineSpec.from_hf(config, max_context=context).shape.num_layers == 2
+        return
+    with pytest.raises(ValueError, match=message):
+        EngineSpec.from_hf(config, max_context=context)
 
 
 @pytest.mark.parametrize("tied", [False, True])

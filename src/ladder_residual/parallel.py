@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,7 @@ from .sharding import Cut
 from .sockets import PeerLost, PeerSockets, reachable_address
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
+T = TypeVar("T")
 _LOST = "lost its peers"  # how a rank says that it lost some other without knowing which
 
 
@@ -110,6 +111,35 @@ class World:
         versions = f"torch {torch.__version__}, transformers {version('transformers')}"
         self.check_same("the software", f"ladder-residual {__version__}, {versions}", show=True)
 
+    def main_first(self, work: Callable[[], T]) -> T:
+        """``work`` on rank 0, however long it takes, then on the others, who find what it left. They look into the store instead of
+        waiting in a collective, which would time out."""
+        key = f"main first/{next(_firsts)}"
+        if self.size == 1:
+            return work()
+        if self.is_main:
+            try:
+                made = work()
+            except BaseException:
+                self.store.set(key, "failed")
+                raise
+            self.store.set(key, "done")
+            return made
+        while not self.store.check([key]):
+            time.sleep(0.05)
+        if self.store.get(key) != b"done":
+            raise ValueError("rank 0 failed before the others could begin; it says why")
+        return work()
+
+    def first_problem(self, own: str | None) -> str | None:
+        """What stops any of the ranks, alike on all of them: the first that has something says it."""
+        if self.size == 1 or self.emulated or not dist.is_initialized():
+            return own
+        self.settle()
+        said: list[Any] = [None] * self.size
+        dist.all_gather_object(said, own, group=self.group)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), None)
+
     def ask(self, question: Callable[[], str], turn: int) -> str:
         """Rank 0's answer to ``question`` on every rank. A person may take longer than any collective's time-out, so the other
         ranks look into the store instead of waiting in one."""
@@ -123,6 +153,9 @@ class World:
         while not store.check([key]):
             time.sleep(0.02)
         return store.get(key).decode()
+
+
+_firsts = itertools.count()  # every rank comes by the same calls in the same order
 
 
 def launched() -> int:

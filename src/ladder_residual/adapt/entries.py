@@ -3,7 +3,8 @@
     .txt            documents, separated by lines that say <|endoftext|>
     .jsonl          one object a line: text | ids | messages | conversations | prompt + completion | question + answer |
                     instruction (+ input) + output
-    owner/name      a hub dataset with such columns, read as a stream (needs the `datasets` package)
+    owner/name      a hub dataset with such columns, read as a stream (needs the `datasets` package); owner/name:subset
+                    where it has several
 
 All of them may be compressed (.xz, .gz, .bz2).
 """
@@ -14,6 +15,7 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -22,6 +24,8 @@ from ..corpus.sources import kind_and_size
 
 END_OF_TEXT = "<|endoftext|>"
 _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+_SUFFIXES = (".txt", ".jsonl", ".json", ".md", ".raw")
+_HUB_NAME = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?::([\w.-]+))?")
 _PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("prompt", "response"))
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 SHAPES = "text, ids, messages, conversations, or a pair such as prompt and completion"
@@ -41,12 +45,13 @@ def read_entries(source: str) -> Iterator[Entry]:
     """The entries of a file or a hub dataset; ValueError names the line that is wrong."""
     path = Path(source)
     if not path.exists():
-        if source.count("/") == 1 and not source.startswith((".", "~")) and not path.suffix:
-            yield from _hub_entries(source)
+        hub = _HUB_NAME.fullmatch(source)
+        if hub is not None and path.suffix not in (*_SUFFIXES, *_OPENERS):
+            yield from _hub_entries(source, *hub.groups())
             return
-        raise ValueError(f"no data file at {source} (a hub dataset is written owner/name)")
+        raise ValueError(f"no data file at {source} (a hub dataset is written owner/name or owner/name:subset)")
     inner = path.with_suffix("") if path.suffix in _OPENERS else path
-    if inner.suffix not in (".txt", ".jsonl", ".json", ".md", ".raw"):
+    if inner.suffix not in _SUFFIXES:
         raise ValueError(
             f"{source}: cannot tell what it holds from its name; use .txt or .jsonl, or either with .xz, .gz, .bz2"
         )
@@ -87,21 +92,21 @@ def _json_entries(lines: Iterable[str], source: str) -> Iterator[Entry]:
         yield entry_of(row, where)
 
 
-def _hub_entries(name: str) -> Iterator[Entry]:
+def _hub_entries(source: str, name: str, subset: str | None) -> Iterator[Entry]:
     try:
         from datasets import load_dataset
     except ImportError:
         raise ValueError(
-            f"{name} is no file; as a hub dataset it needs the datasets package: pip install 'ladder-residual[train]'"
+            f"{source} is no file; as a hub dataset it needs the datasets package: pip install 'ladder-residual[train]'"
         ) from None
     try:
-        rows = load_dataset(name, split="train", streaming=True)
+        rows = load_dataset(name, subset, split="train", streaming=True)
     except Exception as error:  # the hub clients raise a dozen unrelated kinds for "not there", "no access" and "no network"
         raise ValueError(
-            f"{name} is no file, and reading it from the hub failed: {type(error).__name__}: {error!s:.300}"
+            f"{source} is no file, and reading it from the hub failed: {type(error).__name__}: {error!s:.300}"
         ) from error
     for number, row in enumerate(rows, start=1):
-        yield entry_of(row, f"{name}, row {number}")
+        yield entry_of(row, f"{source}, row {number}")
 
 
 def entry_of(row: Mapping[str, Any], where: str) -> Entry:

@@ -66,15 +66,17 @@ def adapt(settings: Settings, world: World, tell: Callable[[str], None] = print)
     check_context(settings, config)
     encoder = Encoder(tokenizer, int(config["vocab_size"]), answers_only=settings.answers_only)
     begin_folder(settings, folder, world)
-    # Rank 0 packs, the others find the rows on disk.
-    for rank in (0, 1):
-        if (rank == 0) == world.is_main:
-            stores = open_sources(settings.data, encoder, settings.sequence, folder / "rows", settings.too_long, tell)
-            heldout = {
-                Path(name).name: build_rows(name, encoder, settings.sequence, folder / "rows", too_long="split")
-                for name in settings.heldout
-            }
-        world.barrier()
+
+    def packed() -> tuple[list[RowStore], dict[str, RowStore]]:
+        """Billions of tokens take longer than ranks may wait for each other: rank 0 packs, the others find the rows on disk."""
+        stores = open_sources(settings.data, encoder, settings.sequence, folder / "rows", settings.too_long, tell)
+        texts = {
+            Path(name).name: build_rows(name, encoder, settings.sequence, folder / "rows", too_long="split")
+            for name in settings.heldout
+        }
+        return stores, texts
+
+    stores, heldout = world.main_first(packed)
     rows = settings_rows(settings, stores)
     trainer = build_trainer(settings, world, load_models(settings, world), rows, folder, tell)
     curve = Curve(trainer, heldout, settings, folder, tell)

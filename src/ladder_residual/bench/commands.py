@@ -103,6 +103,8 @@ def bench_decode(
     context = context or prompt + new // 2
     alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
     on_gpu = {"context": context, "schedule": schedule, "products": products, "peers": peers}
+    if not _on_gpu(device) and (schedule, products) != ("auto", "cublas"):
+        raise ValueError("--schedule and --products are the CUDA engine's: ranks on CPUs have neither")
     _measure("decode", asked, on_gpu=on_gpu, on_cpu={"prompt": context}, **alike)
 
 
@@ -247,7 +249,12 @@ def _measure(
 ) -> None:
     """One phase: rank 0 of ``tp`` on the CUDA engine, or real ranks on CPUs."""
     batches = _whole_numbers(batch, "batch")
+    for name, value in {**asked, **(on_gpu or {})}.items():
+        if name in ("prompt", "new", "context", "repeats", "layers") and value is not None and value < 1:
+            raise ValueError(f"--{name} must be at least 1, got {value}")
     if not _on_gpu(device):
+        if tp == 1:
+            raise ValueError(f"bench {phase} on CPUs measures how sums over ranks are hidden: use --tp 2 or more")
         on_ranks(tp)
         _print_result(_on_cpu_ranks(phase, batches, links, **asked, **(on_cpu or {})), as_json)
         return
@@ -269,8 +276,10 @@ def _on_cpu_ranks(phase: str, batches: list[int], links: str, *, model: str, **a
             for batch in batches
             for latency in seconds
         ]
-        rows = [{"batch": part["batch"], "link": part["link"], **row} for part in parts for row in part["rows"]]
-        return {**parts[0], "benchmark": phase, "rows": rows} if world.is_main else None
+        of_case = ("batch", "link", "compute_ms", "communication_ms", "bound_ms")
+        rows = [{**{name: part[name] for name in of_case}, **row} for part in parts for row in part["rows"]]
+        alike = {name: value for name, value in parts[0].items() if all(part[name] == value for part in parts)}
+        return {**alike, "benchmark": phase, "rows": rows} if world.is_main else None
 
 
 def _latency(link: str) -> float | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from statistics import median
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 
 from ..config import Wiring
-from ..engine.decoder import DecodeEngine
+from ..engine.decoder import DecodeEngine, check_request
 from ..engine.emulate import Link, parse_link
 from ..engine.roofline import read_bandwidth
 from ..engine.spec import EngineSpec, RankSizes
@@ -91,9 +92,10 @@ def bench_decode(
     """Time of one decode step at ``context`` for every (batch, link, wiring); the no-communication bound comes with each batch."""
     if context <= repeats // 2:
         raise ValueError(f"{repeats} steps around a context of {context} tokens begin before its first: lower the repeats")
-    shard = shard or Shard(model, tp, layers=layers)
-    links = links_of(links, shard.tp)
     max_context = max_context or max(2 * context, 2048)
+    links = links_of(links, tp)
+    check_cases(shard or model, tp, layers, batches, wirings, links, max_context, schedule, products)
+    shard = shard or Shard(model, tp, layers=layers)
     bandwidth = read_bandwidth()
     rows: list[dict[str, Any]] = []
     others = Peers(shard)
@@ -161,10 +163,12 @@ def bench_prefill(
     layers: int | None = None, shard: Shard | None = None, peers: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Time to the first token. Prefill runs eagerly, so short prompts are bound by launches, not by the card."""
+    links = links_of(links, tp)
+    check_cases(shard or model, tp, layers, batches, wirings, links, prompt + 16)
     shard = shard or Shard(model, tp, layers=layers)
     rows: list[dict[str, Any]] = []
     others = Peers(shard)
-    for batch, link_name in itertools.product(batches, links_of(links, shard.tp)):
+    for batch, link_name in itertools.product(batches, links):
         tokens = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
         link = parse_link(link_name, tp=tp)
         engines = {
@@ -204,10 +208,12 @@ def bench_e2e(
     shard: Shard | None = None, peers: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Prompt to last token, greedy, tokens chosen on the device: the paper's measure (tokens/s counts generated tokens)."""
+    links = links_of(links, tp)
+    check_cases(shard or model, tp, layers, batches, wirings, links, prompt + new + 8)
     shard = shard or Shard(model, tp, layers=layers)
     rows: list[dict[str, Any]] = []
     others = Peers(shard)
-    for batch, link_name in itertools.product(batches, links_of(links, shard.tp)):
+    for batch, link_name in itertools.product(batches, links):
         prompts = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
         link = parse_link(link_name, tp=tp)
         baseline = None
@@ -242,6 +248,25 @@ def bench_e2e(
         "benchmark": "e2e", "emulated": tp > 1, "model": shard.name, "tp": tp, "prompt": prompt, "new": new,
         "layers": shard.sizes.layers, "rows": rows, **others.compared(rows, "seconds"), **environment(),
     }  # fmt: skip
+
+
+def check_cases(
+    model: str | Shard, tp: int, layers: int | None, batches: Sequence[int], wirings: Sequence[str], links: Sequence[str],
+    max_context: int, schedule: str = "auto", products: str = "cublas",
+) -> None:  # fmt: skip
+    """Everything asked for, before the first weight is made: a mistake in the last case must not cost the rows before it."""
+    if isinstance(model, Shard):
+        spec = model.spec
+    else:
+        shape = resolve_model(model)[1]
+        spec = EngineSpec.from_shape(replace(shape, num_layers=layers) if layers is not None else shape)
+    for link in links:
+        parse_link(link, tp=tp)
+    for batch, wiring in itertools.product(batches, wirings):
+        wired = Wiring.parse(wiring, spec.shape.num_layers)
+        check_request(
+            spec, wired, batch=batch, max_context=max_context, schedule=schedule, tp=tp, products=products
+        )  # fmt: skip
 
 
 def links_of(links: Sequence[str], tp: int) -> Sequence[str]:

@@ -212,7 +212,7 @@ def measure_overlap(
     module (the shorter one of a layer). ``reducer`` replaces the default one where no latency is emulated. A step of phase
     ``e2e`` is a prompt and ``new`` tokens."""
     if world.size < 2:
-        raise ValueError("overlap needs at least two ranks: run with --tp 2")
+        raise ValueError("hiding sums over ranks needs at least two of them: run with --tp 2")
     if phase not in PHASES:
         raise ValueError(f"unknown phase {phase!r}; choose {', '.join(PHASES)}")
     if new < 1:
@@ -325,6 +325,8 @@ def model_of(
 ) -> PreTrainedModel:
     """This rank's share of a checkpoint directory, or of a published shape with random weights and perhaps fewer layers."""
     if Path(source).is_dir():
+        if layers is not None:
+            raise ValueError(f"--layers {layers} shortens a published shape; {source} is a checkpoint and measured whole")
         return load_model(source, world, dtype=dtype, uneven=uneven)
     if dtype not in DTYPES:
         raise ValueError(f"random weights have no dtype of their own: got {dtype!r}, choose {', '.join(DTYPES)}")

@@ -111,14 +111,27 @@ def engine_model(
 
     if world.device.type != "cuda":
         raise ValueError(f"the CUDA engine needs a GPU, this rank computes on {world.device.type}")
-    spec = EngineSpec.from_hf(model.config.to_dict())
-    # Once the model is empty there is no way back: what can be refused is refused here.
     dtype, wiring = next(model.parameters()).dtype, wiring_of(model.config)
-    check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=world.size, rank=world.rank)
-    check_weights(dtype, next(model.parameters()).device)
-    sizes = RankSizes.of(spec.shape, world.size, world.rank)
-    require_memory(sizes, dtype, world.device, batch=batch, max_context=max_context)
-    check_shapes(spec, sizes, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+
+    def checked() -> EngineSpec:
+        spec = EngineSpec.from_hf(model.config.to_dict(), max_context=max_context)
+        check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=world.size, rank=world.rank)
+        check_weights(dtype, next(model.parameters()).device)
+        sizes = RankSizes.of(spec.shape, world.size, world.rank)
+        require_memory(sizes, dtype, world.device, batch=batch, max_context=max_context)
+        check_shapes(spec, sizes, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
+        return spec
+
+    # Once the model is empty there is no way back, and ranks that part ways here would wait for each other: what one of them
+    # refuses (its memory may be fuller) is refused by all, now.
+    spec, problem = None, None
+    try:
+        spec = checked()
+    except ValueError as error:
+        problem = str(error)
+    problem = world.first_problem(problem)
+    if problem is not None or spec is None:
+        raise ValueError(problem)
     weights: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
     groups = None
     if world.size > 1 and link is None:
@@ -127,18 +140,21 @@ def engine_model(
         groups = (dist.new_group(ranks), dist.new_group(ranks))
     config, generation_config = model.config, model.generation_config
     model.to("meta")
-    engine = DecodeEngine(
-        spec,
-        wiring,
-        weights,
-        tp=world.size,
-        rank=world.rank,
-        reducer="emulated" if link else reducer if world.size > 1 else "none",
-        link=link,
-        groups=groups,
-        batch=batch,
-        max_context=max_context,
-        schedule=schedule,
-        release=True,
-    )
+    try:
+        engine = DecodeEngine(
+            spec,
+            wiring,
+            weights,
+            tp=world.size,
+            rank=world.rank,
+            reducer="emulated" if link else reducer if world.size > 1 else "none",
+            link=link,
+            groups=groups,
+            batch=batch,
+            max_context=max_context,
+            schedule=schedule,
+            release=True,
+        )
+    except ValueError as error:  # the caller must not fall back to a model that is empty now
+        raise RuntimeError(f"the engine failed after it had taken the weights: {error}") from error
     return EngineModel(config, generation_config, engine, world.device)

@@ -54,9 +54,8 @@ class DecodeEngine:
         stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
-        check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=tp, rank=rank)
-        if products not in PRODUCTS:
-            raise ValueError(f"unknown products {products!r}; choose from {', '.join(PRODUCTS)}")
+        sizes = {"batch": batch, "max_context": max_context, "tp": tp, "rank": rank}
+        check_request(spec, wiring, **sizes, schedule=schedule, products=products)
         self.spec, self.wiring, self.batch, self.max_context = spec, wiring, batch, max_context
         self.sizes = RankSizes.of(spec.shape, tp, rank)
         self.weights = (
@@ -279,7 +278,15 @@ class DecodeEngine:
 
 
 def check_request(
-    spec: EngineSpec, wiring: Wiring, *, batch: int, max_context: int, schedule: str, tp: int, rank: int = 0
+    spec: EngineSpec,
+    wiring: Wiring,
+    *,
+    batch: int,
+    max_context: int,
+    schedule: str,
+    tp: int,
+    rank: int = 0,
+    products: str = "cublas",
 ) -> None:
     """Everything that can be refused before a byte is allocated."""
     RankSizes.of(spec.shape, tp, rank)
@@ -292,6 +299,8 @@ def check_request(
         raise ValueError(f"max_context {max_context} is outside 2 to {1 << 20}")
     if schedule not in ("auto", *SCHEDULES):
         raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
+    if products not in PRODUCTS:
+        raise ValueError(f"unknown products {products!r}; choose from {', '.join(PRODUCTS)}")
     plan_steps(wiring, lanes=SCHEDULES.get(schedule, 1))
 
 

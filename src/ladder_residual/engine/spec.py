@@ -49,13 +49,21 @@ class EngineSpec:
         return cls(shape=shape, **{**usual, **details})
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any]) -> EngineSpec:
-        """From a Hugging Face ``config.json`` (transformers 4 or 5 spelling of the rope fields)."""
+    def from_hf(cls, config: Mapping[str, Any], *, max_context: int | None = None) -> EngineSpec:
+        """From a Hugging Face ``config.json`` (transformers 4 or 5 spelling of the rope fields). A sliding window is no hindrance to a
+        ``max_context`` that it spans."""
         shape = ModelShape.from_hf(config)
         rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
         rope.setdefault("rope_type", rope.pop("type", "default"))
-        if config.get("sliding_window") and config.get("use_sliding_window", True):
-            raise ValueError(f"sliding_window={config['sliding_window']}: the CUDA engine attends to the whole context")
+        window = config.get("sliding_window") if config.get("use_sliding_window", True) else None
+        if window and (max_context is None or max_context > window):
+            raise ValueError(
+                f"sliding_window={window}: the CUDA engine attends to the whole context, so it takes at most {window} tokens"
+                + (f", not {max_context}" if max_context else "")
+            )
+        activation = config.get("hidden_act", "silu")
+        if activation not in ("silu", "swish"):
+            raise ValueError(f"hidden_act={activation!r:.40}: the CUDA engine computes silu")
         if config.get("mlp_bias") or (config.get("attention_bias") and "qwen2" not in shape.family):
             raise ValueError("biases on output or MLP projections: the CUDA engine has them on Qwen2's QKV only")
         return cls(
