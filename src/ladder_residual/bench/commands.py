@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -253,10 +254,11 @@ def _measure(
         if name in ("prompt", "new", "context", "repeats", "layers") and value is not None and value < 1:
             raise ValueError(f"--{name} must be at least 1, got {value}")
     if not _on_gpu(device):
+        latencies = [0.0 if link in ("none", "0") else _latency(link) for link in _split_links(links)]
         if tp == 1:
             raise ValueError(f"bench {phase} on CPUs measures how sums over ranks are hidden: use --tp 2 or more")
         on_ranks(tp)
-        _print_result(_on_cpu_ranks(phase, batches, links, **asked, **(on_cpu or {})), as_json)
+        _print_result(_on_cpu_ranks(phase, batches, latencies, **asked, **(on_cpu or {})), as_json)
         return
     from . import gpu
 
@@ -264,17 +266,18 @@ def _measure(
     _print_result(run(tp=tp or 1, batches=batches, links=_split_links(links), **asked, **(on_gpu or {})), as_json)
 
 
-def _on_cpu_ranks(phase: str, batches: list[int], links: str, *, model: str, **asked: Any) -> dict[str, Any] | None:
+def _on_cpu_ranks(
+    phase: str, batches: list[int], latencies: Sequence[float | None], *, model: str, **asked: Any
+) -> dict[str, Any] | None:
     """The same table from real ranks over this host's link, each emulated latency added to it."""
     from ..parallel import distributed
     from .overlap import run
 
-    seconds = [0.0 if link in ("none", "0") else _latency(link) for link in _split_links(links)]
     with distributed("cpu") as world:
         parts = [
             run(world, source=model, latency=latency, batch=batch, phase=phase, **asked)
             for batch in batches
-            for latency in seconds
+            for latency in latencies
         ]
         of_case = ("batch", "link", "compute_ms", "communication_ms", "bound_ms")
         rows = [{**{name: part[name] for name in of_case}, **row} for part in parts for row in part["rows"]]
