@@ -102,11 +102,11 @@ def bench_decode(
     """Decode steps. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
     asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
     context = context or prompt + new // 2
-    alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
     on_gpu = {"context": context, "schedule": schedule, "products": products, "peers": peers}
     if not _on_gpu(device) and (schedule, products) != ("auto", "cublas"):
         raise ValueError("--schedule and --products are the CUDA engine's: ranks on CPUs have neither")
-    _measure("decode", asked, on_gpu=on_gpu, on_cpu={"prompt": context}, **alike)
+    on_cpu = {"prompt": context}
+    _measure("decode", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json, on_gpu=on_gpu, on_cpu=on_cpu)
 
 
 @bench.command("prefill")
@@ -125,8 +125,7 @@ def bench_prefill(
 ) -> None:
     """Time to the first token. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
     asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats, "prompt": prompt}
-    alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
-    _measure("prefill", asked, on_gpu={"peers": peers}, **alike)
+    _measure("prefill", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json, on_gpu={"peers": peers})
 
 
 @bench.command("e2e")
@@ -153,8 +152,7 @@ def bench_e2e(
         "prompt": prompt,
         "new": new,
     }
-    alike: dict[str, Any] = {"tp": tp, "batch": batch, "links": links, "device": device, "as_json": as_json}
-    _measure("e2e", asked, on_gpu={"peers": peers}, **alike)
+    _measure("e2e", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json, on_gpu={"peers": peers})
 
 
 @bench.command("train")
