@@ -111,8 +111,8 @@ if __name__ == "__main__":
         compile_step("ladder", 1, lambda *a, tiles=tiles: GemvOps(*a, tiles), 1)
     compile_step("desync-3x", 1, lambda *a: GemvOps(*a, GemvTiles.candidates(sizes, 2048)[0]), 1)
     compile_step("parallel", 4, GemmOps, 1)
-    for rows in RowTiles.candidates():
+    for rows in RowTiles.candidates(sizes):
         compile_step("ladder", 4, lambda *a, rows=rows: RowOps(*a, rows), 2)
-    compile_step("desync-3x", 16, lambda *a: RowOps(*a, RowTiles.candidates()[0]), 1)
-    compile_step("parallel", 4, lambda *a: RowOps(*a, RowTiles.candidates()[0]), 1)
+    compile_step("desync-3x", 16, lambda *a: RowOps(*a, RowTiles.candidates(sizes)[0]), 1)
+    compile_step("parallel", 4, lambda *a: RowOps(*a, RowTiles.candidates(sizes)[0]), 1)
     compile_kernel(kernels_small.step_positions, (torch.zeros(4, dtype=torch.int32), 4), 1, {"BLOCK": 4})

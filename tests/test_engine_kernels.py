@@ -149,7 +149,7 @@ def test_wirings_with_several_sequences(wiring: str) -> None:
     assert worst < 2e-5
 
 
-ROWS = RowTiles(16, 32, 1, 2)
+ROWS = RowTiles(16, 1)
 
 
 @pytest.mark.parametrize(("family", "batch"), [("llama", 2), ("qwen2", 3), ("qwen3", 16)])
@@ -170,8 +170,15 @@ def test_what_a_message_carries_rides_on_our_own_products(wiring: str) -> None:
 
 def test_our_own_products_where_sizes_do_not_fill_a_tile() -> None:
     spec = EngineSpec.from_shape(shape(hidden_size=72, intermediate_size=44, num_heads=3, num_kv_heads=1))
-    made = RowTiles(32, 64, 1, 3)
+    made = RowTiles(64, 3)
     assert step_against_reference(spec, Wiring.parse("standard", 2), 5, 2, lambda *a: RowOps(*a, made, pdl=0, splits=1)) < 2e-5
+
+
+@pytest.mark.parametrize("slices", [2, 4])
+def test_attention_sums_the_slices_of_our_own_products(slices: int) -> None:
+    spec = EngineSpec.from_shape(shape("qwen2"))
+    made = RowTiles(32, slices)
+    assert step_against_reference(spec, Wiring.parse("ladder", 2), 3, 2, lambda *a: RowOps(*a, made, pdl=0, splits=2)) < 2e-5
 
 
 def test_default_tiles_fit_every_preset() -> None:

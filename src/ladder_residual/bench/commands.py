@@ -93,7 +93,7 @@ def bench_decode(
     schedule: Annotated[str, typer.Option(help="Of ladder: one lane, two lanes, or auto (measured).")] = "auto",
     products: Annotated[
         str, typer.Option(help="Of batches 2 to 16 on a GPU: cublas, triton (our own kernels) or auto (measured).")
-    ] = "cublas",
+    ] = "auto",
     repeats: Repeats = 40,
     peers: WithPeers = True,
     device: Device = "auto",
@@ -103,7 +103,7 @@ def bench_decode(
     asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
     context = context or prompt + new // 2
     on_gpu = {"context": context, "schedule": schedule, "products": products, "peers": peers}
-    if not _on_gpu(device) and (schedule, products) != ("auto", "cublas"):
+    if not _on_gpu(device) and (schedule, products) != ("auto", "auto"):
         raise ValueError("--schedule and --products are the CUDA engine's: ranks on CPUs have neither")
     on_cpu = {"prompt": context}
     _measure("decode", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json, on_gpu=on_gpu, on_cpu=on_cpu)

@@ -58,7 +58,7 @@ class Shard:
         batch: int,
         max_context: int,
         schedule: str = "auto",
-        products: str = "cublas",
+        products: str = "auto",
         pdl: int = 1,
     ) -> DecodeEngine:
         return DecodeEngine(
@@ -83,7 +83,7 @@ def bench_decode(
     context: int = 1280,
     max_context: int | None = None,
     schedule: str = "auto",
-    products: str = "cublas",
+    products: str = "auto",
     repeats: int = 40,
     layers: int | None = None,
     shard: Shard | None = None,
@@ -252,7 +252,7 @@ def bench_e2e(
 
 def check_cases(
     model: str | Shard, tp: int, layers: int | None, batches: Sequence[int], wirings: Sequence[str], links: Sequence[str],
-    max_context: int, schedule: str = "auto", products: str = "cublas",
+    max_context: int, schedule: str = "auto", products: str = "auto",
 ) -> None:  # fmt: skip
     """Everything asked for, before the first weight is made: a mistake in the last case must not cost the rows before it."""
     if isinstance(model, Shard):

@@ -49,7 +49,7 @@ class DecodeEngine:
     def __init__(
         self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
-        max_context: int = 2048, schedule: str = "auto", products: str = "cublas", pdl: int = 1, tiles: GemvTiles | None = None,
+        max_context: int = 2048, schedule: str = "auto", products: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None,
         release: bool = False,
         stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
@@ -202,7 +202,7 @@ class DecodeEngine:
         if self.batch == 1:
             tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
         elif products != "cublas" and self.batch in BATCHES:
-            tiles = [*([None] if products == "auto" else []), *RowTiles.candidates()]
+            tiles = [*([None] if products == "auto" else []), *RowTiles.candidates(self.sizes)]
         best: tuple[float, str] | None = None
         if len(schedules) * len(tiles) > 1:
             self.reset(min(1024, self.max_context // 2), random_context=True)
@@ -231,7 +231,7 @@ class DecodeEngine:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._groups[0])
         return float(slowest)
 
-    def _time_steps(self, graph: torch.cuda.CUDAGraph, context: int, repeats: int = 12) -> list[float]:
+    def _time_steps(self, graph: torch.cuda.CUDAGraph, context: int, repeats: int = 32) -> list[float]:
         times = []
         for _ in range(repeats):
             self.cache.positions.fill_(context)  # a replay moves on by one: never past the end of a short cache
@@ -286,7 +286,7 @@ def check_request(
     schedule: str,
     tp: int,
     rank: int = 0,
-    products: str = "cublas",
+    products: str = "auto",
 ) -> None:
     """Everything that can be refused before a byte is allocated."""
     RankSizes.of(spec.shape, tp, rank)

@@ -19,6 +19,8 @@ from .weights import RankWeights
 class GemmOps:
     """Any batch. The same contract as ``GemvOps``: absorb, compute, write the message."""
 
+    slices = 1  # of the QKV product along K, which attention adds up
+
     def __init__(
         self,
         spec: EngineSpec,
@@ -63,7 +65,7 @@ class GemmOps:
             none if w.k_norm is None else w.k_norm, cache.cos, cache.sin, cache.positions, cache.keys[step.layer],
             cache.values[step.layer], self._split, self._lse, cache.max_context, s.head_dim**-0.5, self.spec.norm_eps, s.hidden,
             KV_HEADS=s.kv_heads, GROUP=s.group, GROUP_PAD=max(16, triton.next_power_of_2(s.group)), DIM=s.head_dim, BLOCK_T=64,
-            SPLITS=self.splits, SLICES=1, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None, warps=4,
+            SPLITS=self.splits, SLICES=self.slices, NORMED=True, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None, warps=4,
         )  # fmt: skip
         merged = self._split.view(self._merged.shape) if self.splits == 1 else self._merged
         if self.splits > 1:

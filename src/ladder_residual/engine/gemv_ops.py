@@ -174,7 +174,7 @@ class GemvOps:
             none if w.k_norm is None else w.k_norm, cache.cos, cache.sin, cache.positions, cache.keys[layer], cache.values[layer],
             self._split, self._lse, cache.max_context, s.head_dim**-0.5, self.spec.norm_eps, s.hidden,
             KV_HEADS=s.kv_heads, GROUP=s.group, GROUP_PAD=max(16, triton.next_power_of_2(s.group)), DIM=s.head_dim,
-            BLOCK_T=t.block_t, SPLITS=t.splits, SLICES=t.slices, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None,
+            BLOCK_T=t.block_t, SPLITS=t.splits, SLICES=t.slices, NORMED=False, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None,
             warps=t.attention_warps,
         )  # fmt: skip
 

@@ -13,19 +13,21 @@ from ._triton import tl, tl_cuda, triton
 @triton.jit
 def _head_rows(
     qkv_ptr, squares_ptr, bias_ptr, norm_ptr, b, width, first, cols, row_mask, eps, hidden,
-    SLICES: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, DIM: tl.constexpr,
+    SLICES: tl.constexpr, NORMED: tl.constexpr, BIAS: tl.constexpr, HEAD_NORM: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """Rows of heads starting at columns ``first`` of the projection's output, finished: summed over slices, scaled by the norm
     of the stream, bias added, head-normed. ``cols`` permutes the DIM columns (for the rotation)."""
     index = first[:, None] + cols[None, :]
     mask = row_mask[:, None]
-    if SLICES > 1:  # batch 1: partial sums over slices of the hidden size, not yet divided by the stream's rms
+    if SLICES > 1:  # partial sums over slices of the hidden size; with one sequence not yet divided by the stream's rms
         y = tl.zeros(index.shape, tl.float32)
-        total = 0.0
         for s in tl.static_range(SLICES):
-            y += tl.load(qkv_ptr + s * width + index, mask=mask, other=0.0)
-            total += tl.load(squares_ptr + s)
-        y = y * tl.rsqrt(total / hidden + eps)
+            y += tl.load(qkv_ptr + (s * tl.num_programs(0) + b) * width + index, mask=mask, other=0.0)
+        if not NORMED:
+            total = 0.0
+            for s in tl.static_range(SLICES):
+                total += tl.load(squares_ptr + s)
+            y = y * tl.rsqrt(total / hidden + eps)
     else:
         y = tl.load(qkv_ptr + b * width + index, mask=mask, other=0.0).to(tl.float32)
     if BIAS:
@@ -38,7 +40,7 @@ def _head_rows(
 
 @triton.jit
 def decode_attention(
-    qkv_ptr,  # SLICES > 1: float32 (SLICES, width), otherwise (B, width); columns: queries, keys, values
+    qkv_ptr,  # SLICES > 1: float32 (SLICES, B, width), otherwise (B, width); columns: queries, keys, values
     squares_ptr,  # float32 (SLICES)
     bias_ptr,  # (width)
     q_norm_ptr,  # (DIM)
@@ -61,6 +63,7 @@ def decode_attention(
     BLOCK_T: tl.constexpr,
     SPLITS: tl.constexpr,
     SLICES: tl.constexpr,
+    NORMED: tl.constexpr,  # False: slices of a stream that is still to be divided by its rms
     BIAS: tl.constexpr,
     HEAD_NORM: tl.constexpr,
     PDL: tl.constexpr,
@@ -97,9 +100,9 @@ def decode_attention(
     cos = tl.load(cos_ptr + position * DIM + dims)
     sin = tl.load(sin_ptr + position * DIM + dims) * sign
     q = _head_rows(qkv_ptr, squares_ptr, bias_ptr, q_norm_ptr, b, width, first, dims, head_mask, eps, hidden,
-                   SLICES, BIAS, HEAD_NORM, DIM)  # fmt: skip
+                   SLICES, NORMED, BIAS, HEAD_NORM, DIM)  # fmt: skip
     q_swapped = _head_rows(qkv_ptr, squares_ptr, bias_ptr, q_norm_ptr, b, width, first, swapped, head_mask, eps, hidden,
-                           SLICES, BIAS, HEAD_NORM, DIM)  # fmt: skip
+                           SLICES, NORMED, BIAS, HEAD_NORM, DIM)  # fmt: skip
     q = ((q * cos[None, :] + q_swapped * sin[None, :]) * scale).to(k.dtype)
 
     top = tl.full([GROUP_PAD], float("-inf"), tl.float32)
@@ -126,11 +129,11 @@ def decode_attention(
         k_first = (KV_HEADS * GROUP + kv_head + one) * DIM
         v_first = (KV_HEADS * GROUP + KV_HEADS + kv_head + one) * DIM
         k_new = _head_rows(qkv_ptr, squares_ptr, bias_ptr, k_norm_ptr, b, width, k_first, dims, one < 1, eps, hidden,
-                           SLICES, BIAS, HEAD_NORM, DIM)  # fmt: skip
+                           SLICES, NORMED, BIAS, HEAD_NORM, DIM)  # fmt: skip
         k_swapped = _head_rows(qkv_ptr, squares_ptr, bias_ptr, k_norm_ptr, b, width, k_first, swapped, one < 1, eps, hidden,
-                               SLICES, BIAS, HEAD_NORM, DIM)  # fmt: skip
+                               SLICES, NORMED, BIAS, HEAD_NORM, DIM)  # fmt: skip
         v_new = _head_rows(qkv_ptr, squares_ptr, bias_ptr, k_norm_ptr, b, width, v_first, dims, one < 1, eps, hidden,
-                           SLICES, BIAS, False, DIM)  # fmt: skip
+                           SLICES, NORMED, BIAS, False, DIM)  # fmt: skip
         k_new = (k_new * cos[None, :] + k_swapped * sin[None, :]).to(k_cache_ptr.dtype.element_ty)
         v_new = v_new.to(v_cache_ptr.dtype.element_ty)
         place = (cache_row + position + one)[:, None] * DIM + dims[None, :]

@@ -5,42 +5,44 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ._triton import triton
 from .cache import KVCache
 from .gemm_ops import GemmOps
-from .gemv_ops import Launcher
+from .gemv_ops import Launcher, Tile
 from .lane import Lane
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
 from .weights import RankWeights
 
 BATCHES = range(2, 17)
-LEAST_ROWS = 16  # that tl.dot takes
-MULTIPROCESSORS = 132  # of an H100 or H200
+FILLED = 100  # programs that, with tiles this deep, keep the memory of an H100 or H200 busy
+# By rows, the fastest of a dozen shapes on an H200 (batches 4 and 12): a warp for each 16 rows, tiles deep enough that enough is
+# under way. More warps than that read the same rows out of shared memory again.
+SHAPES = {64: Tile(64, 256, 4, 3), 32: Tile(32, 128, 2, 8), 16: Tile(16, 128, 1, 8)}
 
 
 @dataclass(frozen=True)
 class RowTiles:
-    """One size for all products of a step, but for the rows of those with few."""
+    """Tiles of the products; ``Tile.depth`` is the number of tiles under way."""
 
-    rows: int  # at most
-    block_k: int
-    warps: int
-    stages: int
+    rows: int  # at most, where gate and up do not share a program
+    slices: int  # QKV is cut along K so that its few rows still fill the card; attention sums the slices
 
     @classmethod
-    def candidates(cls) -> list[RowTiles]:
-        """Tiles of 16 to 32 KiB, several under way: what is fastest is timed at start-up."""
-        return [cls(16, 512, 4, 4), cls(32, 256, 4, 4), cls(64, 128, 4, 6)]
+    def candidates(cls, sizes: RankSizes) -> list[RowTiles]:
+        """What is fastest depends on the shard and on what else is on the card: it is timed at start-up."""
+        slices = 1
+        while slices < 4 and slices * sizes.qkv_width < 16 * 2 * FILLED and sizes.hidden % (2 * slices * 128) == 0:
+            slices *= 2
+        return [cls(rows, slices) for rows in SHAPES]
 
-    def rows_of(self, products: int, *, gated: bool) -> int:
-        """Rows per program: gate and up share the registers, and every multiprocessor should have a program."""
-        rows = self.rows // 2 if gated else self.rows
-        while rows > LEAST_ROWS and products // rows < MULTIPROCESSORS:
-            rows //= 2
-        return max(rows, LEAST_ROWS)
+    def tile(self, products: int, *, gated: bool) -> Tile:
+        """For a weight of ``products`` rows. Gate and up share a program's registers, so each gets the least rows."""
+        fitting = [rows for rows in SHAPES if not gated and rows <= self.rows and products // rows >= FILLED]
+        return SHAPES[max(fitting, default=min(SHAPES))]
 
 
 class RowOps(GemmOps):
@@ -62,7 +64,9 @@ class RowOps(GemmOps):
         super().__init__(spec, sizes, weights, cache, pdl=pdl, splits=splits)
         if cache.batch not in BATCHES:
             raise ValueError(f"our own products take {BATCHES[0]} to {BATCHES[-1]} sequences, got {cache.batch}")
-        self._kernels, self.tiles = kernels_rows, tiles
+        self._kernels, self.tiles, self.slices = kernels_rows, tiles, tiles.slices
+        if self.slices > 1:
+            self._qkv = torch.empty(self.slices, cache.batch, sizes.qkv_width, dtype=torch.float32, device=weights.device)
         del self._gate_up  # here gate and up never leave their product
 
     def _project(self, launch: Launcher, x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -86,11 +90,12 @@ class RowOps(GemmOps):
         stream: Tensor | None = None,
         other: Tensor | None = None,
     ) -> None:
-        n, tile = out.shape[1], self.tiles
-        rows = tile.rows_of(n, gated=gated)
+        n = out.shape[-1]
+        tile, slices = self.tiles.tile(n, gated=gated), out.shape[0] if out.dim() == 3 else 1
         launch(
-            self._kernels.project_rows, (triton.cdiv(n, rows),),
+            self._kernels.project_rows, (triton.cdiv(n, tile.rows), slices),
             x, weight, out if stream is None else stream, out if other is None else other, out, 1.0 / self.sizes.tp,
-            self.cache.batch, n, K=weight.shape[1], ROWS=rows, BLOCK_K=tile.block_k, COLUMNS=self._kernels.SEQUENCES,
-            STAGES=tile.stages, GATED=gated, ADD_STREAM=stream is not None, ADD_OTHER=other is not None, warps=tile.warps,
+            self.cache.batch, n, K=weight.shape[1], ROWS=tile.rows, BLOCK_K=tile.block_k, COLUMNS=self._kernels.SEQUENCES,
+            SLICES=slices, STAGES=tile.depth, GATED=gated, ADD_STREAM=stream is not None, ADD_OTHER=other is not None,
+            warps=tile.warps,
         )  # fmt: skip
