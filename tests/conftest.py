@@ -28,3 +28,14 @@ def demo_dir():
     from ladder_residual.demo import demo_directory
 
     return demo_directory()
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A directory stands for the hub: ``owner/name`` is read from ``name`` in it, as a stream, by the hub's own client."""
+    datasets = pytest.importorskip("datasets")
+    load = datasets.load_dataset
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, *rest, **options: load(str(tmp_path / name.partition("/")[2]), *rest, **options)
+    )
+    return tmp_path

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from ladder_residual.adapt.run import adapt
 from ladder_residual.adapt.settings import Settings, Source
-from ladder_residual.adapt.trainer import Diverged, Stages, checkpoints
+from ladder_residual.adapt.trainer import AdaptTrainer, Diverged, Stages, checkpoints
 from ladder_residual.convert import convert
 from ladder_residual.loading import load_model
 from ladder_residual.parallel import World
@@ -139,6 +139,34 @@ def test_the_seed_decides(ground):
     for name, seed in (("seed-a", 1), ("seed-b", 1), ("seed-c", 2)):
         run(ground, name, tokens=512 * 2, seed=seed)
     assert losses(ground, "seed-a") == losses(ground, "seed-b") != losses(ground, "seed-c")
+
+
+def test_a_run_on_a_hub_dataset_resumes_exactly_and_without_the_hub(ground, hub, monkeypatch):
+    (hub / "stories").mkdir()
+    stories = (ground / "train.txt").read_text(encoding="utf-8").split("\n<|endoftext|>\n")
+    for half in range(2):
+        rows = [json.dumps({"text": story}) + "\n" for story in stories[half::2] * 20]
+        (hub / "stories" / f"train-{half}.jsonl").write_text("".join(rows), encoding="utf-8")
+    options = dict(data=(Source("owner/stories"),), heldout=("owner/stories",), tokens=512 * 4, save_every=2)
+    whole = run(ground, "hub-whole", evaluate_tokens=1024, **options)
+    assert whole.after["stories"]["tokens"] == 1024
+    packed = [path.stat().st_size // 4 // 64 for path in (ground / "hub-whole.training" / "rows").glob("*/ids")]
+    assert sorted(packed) == [16, 32]  # of thousands: those that are measured, and those of 4 steps
+
+    save = AdaptTrainer._save_checkpoint
+
+    def killed(self, *arguments):
+        save(self, *arguments)
+        raise InterruptedError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(AdaptTrainer, "_save_checkpoint", killed)
+        with pytest.raises(InterruptedError):
+            run(ground, "hub-broken", **options)
+    monkeypatch.setattr("datasets.load_dataset", lambda *arguments, **options: pytest.fail("the rows are on disk"))
+    run(ground, "hub-broken", **options)
+    assert losses(ground, "hub-broken") == losses(ground, "hub-whole")
+    assert list(losses(ground, "hub-whole")) == [1, 2, 3, 4]
 
 
 def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_checkpoint(ground):

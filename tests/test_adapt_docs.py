@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ladder_residual.adapt.report import FIELDS, Results, render
+from ladder_residual.adapt.report import FIELDS, Results, against_last, render
 from ladder_residual.adapt.rows import Encoder, build_rows
 from ladder_residual.corpus.tokens import read_tokenizer
 
@@ -33,7 +33,55 @@ def test_nothing_of_the_page_stayed_empty():
     assert COMMAND in text
     for link in re.findall(r"\]\(([^)]+)\)", text):
         assert (ROOT / "docs" / link).exists(), link
-    assert set(FIELDS) >= set(re.findall(r"<!-- (.+?) -->", (RESULTS / "page.md").read_text(encoding="utf-8")))
+    assert not re.findall(r"Not (run|measured yet)\.", text)
+    assert set(FIELDS) == set(re.findall(r"<!-- (.+?) -->", (RESULTS / "page.md").read_text(encoding="utf-8")))
+
+
+@pytest.mark.parametrize(("subject", "layers", "texts"), [("SmolLM2", 30, 4), ("stories15M", 6, 2)])
+def test_the_page_shows_the_damage_of_all_orders_on_both_models(subject, layers, texts):
+    page = (ROOT / "docs" / "adaptation.md").read_text(encoding="utf-8")
+    section = page.split("## Which layers\n")[1].split("\n## ")[0]
+    first, second = section.split("The same on stories15M")
+    shown = first if subject == "SmolLM2" else second
+    results = Results(RESULTS)
+    found = results.selection if subject == "SmolLM2" else results.second_selection
+    assert found.get("model", "SmolLM2") == subject
+    assert len(found["curves"]) == texts
+    for curves in found["curves"].values():
+        for order, name in {
+            "ours": "our choice",
+            "last-k": "last k",
+            "first-k": "first k",
+            "every-other": "every other",
+        }.items():
+            assert [point["k"] for point in curves[order]] == list(range(1, layers + 1))
+            kept = [point for point in curves[order] if layers <= 8 or point["k"] % 5 == 0]
+            assert f"| {name} | " + " | ".join(f"{point['rise']:.3f}" for point in kept) + " |\n" in shown
+    assert shown.count("| our choice |") == texts
+    assert shown.count("better at 29 of 30" if subject == "SmolLM2" else "better at 2 of 6") == texts
+
+
+def test_what_the_page_says_of_our_choice_is_so():
+    """In words: nowhere worse than the last k or another order; stories15M better at 1 and 2 only, SmolLM2 everywhere but at 30."""
+    results = Results(RESULTS)
+    for found, level in ((results.selection, [30]), (results.second_selection, [3, 4, 5, 6])):
+        for curves in found["curves"].values():
+            pairs = list(zip(curves["ours"], curves["last-k"], strict=True))
+            assert [ours["k"] for ours, last in pairs if ours["loss"] >= last["loss"]] == level
+            assert [ours["k"] for ours, last in pairs if ours["layers"] == last["layers"]] == level
+            for order in ("last-k", "first-k", "every-other"):
+                assert all(ours["loss"] <= other["loss"] for ours, other in zip(curves["ours"], curves[order], strict=True))
+
+
+def test_the_page_would_say_where_our_choice_is_worse():
+    last = [{"k": k, "layers": [k], "loss": 2.0} for k in (1, 2, 3, 4)]
+    ours = [dict(last[0]), *({"k": k, "layers": [0], "loss": loss} for k, loss in ((2, 1.5), (3, 2.25), (4, 2.5)))]
+    assert against_last({"ours": ours, "last-k": last}) == (
+        "worse than the last k at k = 3, 4, better at 1 of 4 (by 0.500 to 0.500 nats), the same layers at k = 1"
+    )
+    assert against_last({"ours": last, "last-k": last}) == (
+        "at least as good as the last k at every k, the same layers at k = 1, 2, 3, 4"
+    )
 
 
 def test_a_gap_is_measured_on_the_same_rows():

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ladder_residual.adapt.entries import Entry, read_entries
+from ladder_residual.adapt import entries
+from ladder_residual.adapt.entries import Entry, hub_name, read_entries
 from ladder_residual.adapt.rows import (
     CONTEXT,
     IGNORED,
@@ -20,8 +21,10 @@ from ladder_residual.adapt.rows import (
     RowStore,
     build_rows,
     collate,
+    open_sources,
     pack,
 )
+from ladder_residual.adapt.settings import Settings, Source
 from ladder_residual.corpus.tokens import read_tokenizer
 from ladder_residual.corpus.writing import write_corpus
 
@@ -114,22 +117,113 @@ def test_files_that_cannot_be_read_are_named(tmp_path):
             list(read_entries(str(tmp_path / name)))
 
 
-def test_subsets_of_hub_datasets_are_told_apart(tmp_path, monkeypatch):
-    """A directory stands for the hub: laid out like one of its datasets, with two subsets and no default."""
-    datasets = pytest.importorskip("datasets")
-    (tmp_path / "Made-2.5").mkdir()
+def test_hub_datasets_are_told_from_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_name("owner/Made-2.5") == ("owner/Made-2.5", None)
+    assert hub_name("owner/Made-2.5:Gen") == ("owner/Made-2.5", "Gen")
+    assert hub_name("owner/made.jsonl") is None
+    assert hub_name("made") is None
+    (tmp_path / "owner" / "Made-2.5").mkdir(parents=True)
+    assert hub_name("owner/Made-2.5") is None
+
+
+def test_subsets_of_hub_datasets_are_told_apart(hub):
+    """Two subsets and no default."""
+    (hub / "Made-2.5").mkdir()
     for subset in ("7M", "Gen"):
-        (tmp_path / "Made-2.5" / f"{subset}.jsonl").write_text(json.dumps({"text": f"of {subset}"}) + "\n")
+        (hub / "Made-2.5" / f"{subset}.jsonl").write_text(json.dumps({"text": f"of {subset}"}) + "\n")
     front = "".join(f"- config_name: {subset}\n  data_files: {subset}.jsonl\n" for subset in ("7M", "Gen"))
-    (tmp_path / "Made-2.5" / "README.md").write_text(f"---\nconfigs:\n{front}---\n")
-    load = datasets.load_dataset
-    monkeypatch.setattr(
-        datasets, "load_dataset", lambda name, *rest, **options: load(str(tmp_path / name.partition("/")[2]), *rest, **options)
-    )
+    (hub / "Made-2.5" / "README.md").write_text(f"---\nconfigs:\n{front}---\n")
     for subset in ("7M", "Gen"):
         assert [entry.text for entry in read_entries(f"owner/Made-2.5:{subset}")] == [f"of {subset}"]
     with pytest.raises(ValueError, match=r"(?s)owner/Made-2.5 is no file, and reading it from the hub failed.*Gen"):
         list(read_entries("owner/Made-2.5"))
+
+
+DOCUMENTS = 3000  # in three files of a thousand; each document is 10 tokens, its own number (in base 400) among them
+
+
+@pytest.fixture
+def numbers(hub, monkeypatch):
+    """A hub dataset of numbered documents, and the list of those that were read."""
+    folder = hub / "numbers"
+    folder.mkdir()
+    for start in range(0, DOCUMENTS, 1000):
+        rows = [{"ids": [3 + number // 400, 3 + number % 400, *range(50, 57)]} for number in range(start, start + 1000)]
+        lines(folder / f"train-{start:04}.jsonl", *rows)
+    read = []
+    entry_of = entries.entry_of
+    monkeypatch.setattr(entries, "entry_of", lambda row, where: read.append(row["ids"]) or entry_of(row, where))
+    return read
+
+
+def opened(encoder, folder, source="owner/numbers", **changes):
+    settings = Settings(
+        **dict(student="s", method="sft", data=(Source(source),), sequence=20, batch_tokens=80, tokens=800) | changes
+    )
+    return open_sources(settings, encoder, folder, lambda line: None)
+
+
+def documents(store):
+    """The numbers of the documents in a store, in the order of its rows."""
+    return [int((a - 3) * 400 + b - 3) for a, b in np.asarray(store.ids).astype(int).reshape(-1, 10)[:, :2]]
+
+
+def test_a_hub_dataset_is_read_only_as_far_as_a_run_asks(encoder, tmp_path, numbers):
+    (store,) = opened(encoder, tmp_path / "rows")
+    assert len(store) == 40  # 800 tokens in rows of 20
+    assert len(numbers) == 80  # two documents fill a row
+    drawn = documents(store)
+    assert len(set(drawn)) == 80
+    assert drawn != sorted(drawn)
+    assert max(drawn) - min(drawn) > 300  # from all over the buffer, not the first that came
+
+
+def test_a_longer_run_reads_more_and_the_same_run_reads_nothing(encoder, tmp_path, numbers):
+    (short,) = opened(encoder, tmp_path / "rows")
+    numbers.clear()
+    (again,) = opened(encoder, tmp_path / "rows")
+    assert again.ids.filename == short.ids.filename
+    assert numbers == []  # what is resumed finds its rows, without the hub
+    (longer,) = opened(encoder, tmp_path / "rows", tokens=1600)
+    assert len(longer) == 80
+    assert documents(longer)[:80] == documents(short)  # it goes on where the shorter one stopped
+    (other,) = opened(encoder, tmp_path / "rows", seed=1)
+    assert documents(other) != documents(short)
+    (made_anew,) = opened(encoder, tmp_path / "elsewhere")
+    assert documents(made_anew) == documents(short)  # a matter of the seed alone
+
+
+def test_files_of_a_hub_dataset_come_in_an_order_of_the_seed(encoder, tmp_path, numbers):
+    first = {documents(opened(encoder, tmp_path / "rows", seed=seed)[0])[0] // 1000 for seed in range(8)}
+    assert len(first) > 1
+
+
+def test_where_a_hub_dataset_has_less_than_asked_for_or_epochs_decide_all_is_read(encoder, tmp_path, numbers):
+    (store,) = opened(encoder, tmp_path / "rows", tokens=DOCUMENTS * 10 + 8000)
+    assert len(store) == DOCUMENTS // 2
+    (whole,) = opened(encoder, tmp_path / "rows", tokens=None)
+    assert documents(whole) == list(range(DOCUMENTS))
+    assert sorted(documents(store)) == list(range(DOCUMENTS))
+
+
+def test_shares_of_a_mixture_are_read_and_files_packed_whole(encoder, tmp_path, numbers):
+    path = lines(tmp_path / "own.jsonl", *({"ids": [7] * 9} for _ in range(200)))
+    sources = (Source("owner/numbers", 3.0), Source(path, 1.0))
+    hub, own = opened(encoder, tmp_path / "rows", data=sources)
+    assert (len(hub), len(own)) == (30, 100)
+    mixed = MixedRows([hub, own], [3.0, 1.0], rows=40)
+    assert mixed.counts == [30, 10]
+    assert len({row for source, row in mixed.order if source == 0}) == 30  # every row that was read is visited once
+    tiny = (Source("owner/numbers", 1e-9), Source(path, 1.0))  # a share that rounds to nothing
+    assert len(opened(encoder, tmp_path / "rows", data=tiny)[0]) == 1
+
+
+def test_a_broken_row_of_a_hub_dataset_is_named(hub, encoder, tmp_path):
+    (hub / "broken").mkdir()
+    lines(hub / "broken" / "train.jsonl", {"title": "no"})
+    with pytest.raises(ValueError, match=r"owner/broken \(shuffled by seed 0\), row 1: has none of text"):
+        opened(encoder, tmp_path / "rows", source="owner/broken")
 
 
 @pytest.mark.parametrize("content", ["", "\n\n", "<|endoftext|>\n"])

@@ -153,6 +153,26 @@ def test_the_text_that_checks_is_not_the_text_that_chose(demo_dir, tmp_path):
     assert not any((row == other).all() for row in calibration for other in check)
 
 
+def test_a_calibration_text_is_read_only_as_far_as_it_is_needed(demo_dir, tmp_path, hub):
+    (hub / "stories").mkdir()
+    rows = [json.dumps({"text": "Once upon a time there was a cat. " * 40}) + "\n"] * 200
+    (hub / "stories" / "train.jsonl").write_text("".join(rows) + json.dumps({"text": 7}) + "\n", encoding="utf-8")
+    encoder = Encoder(read_tokenizer(demo_dir), 512)
+    for source in ("owner/stories", str(hub / "stories" / "train.jsonl")):
+        calibration, check = texts(Request(source, layers=1), encoder, 128, 8)  # the last line, which is broken, is not reached
+        assert calibration.shape == check.shape == (8, 128)
+
+
+def test_too_little_text_is_refused(demo_dir, tmp_path):
+    (tmp_path / "short.txt").write_text("Once upon a time", encoding="utf-8")
+    encoder = Encoder(read_tokenizer(demo_dir), 512)
+    with pytest.raises(ValueError, match=r"short.txt gives 0 full rows of 128 tokens; .* at least 4: give more text"):
+        texts(Request(str(tmp_path / "short.txt"), layers=1), encoder, 128, 8)
+    text = str(calibration_text(demo_dir, tmp_path))
+    with pytest.raises(ValueError, match=r"short.txt gives 0 full rows of 128 tokens; .* at least 1"):
+        texts(Request(text, layers=1, check=str(tmp_path / "short.txt")), encoder, 128, 8)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

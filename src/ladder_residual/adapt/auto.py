@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -90,26 +90,23 @@ def texts(request: Request, encoder: Any, sequence: int, rows: int) -> tuple[Any
     """Rows of tokens to choose on and to check on; from one file they are different rows of it."""
     import numpy as np
 
-    from .rows import PADDING, build_rows
+    from .rows import PADDING, pack, read_pieces
 
-    with tempfile.TemporaryDirectory() as scratch:
-
-        def full_rows(path: str) -> Any:
-            store = build_rows(path, encoder, sequence, Path(scratch), too_long="split")
-            whole = (np.asarray(store.use) != PADDING).all(axis=1)
-            return np.asarray(store.ids)[whole].astype(np.int64)
-
-        calibration = full_rows(request.calibration)
-        needed = rows if request.check else 2 * rows
-        if len(calibration) < min(needed, 4):
+    def full_rows(path: str, most: int, least: int) -> Any:
+        """The first ``most`` rows without padding; no more is read."""
+        packed = pack(read_pieces(path, encoder), sequence, encoder.end, "split")
+        found = list(islice((ids for ids, use in packed if PADDING not in use), most))
+        if len(found) < least:
             raise ValueError(
-                f"{request.calibration} gives {len(calibration)} rows of {sequence} tokens; choosing layers needs at least "
-                f"{2 if request.check else 4}"
+                f"{path} gives {len(found)} full rows of {sequence} tokens; choosing layers needs at least {least}: give more text"
             )
-        if request.check:
-            return calibration[:rows], full_rows(request.check)[:rows]
-        rows = min(rows, len(calibration) // 2)
-        return calibration[:rows], calibration[rows : 2 * rows]
+        return np.array(found, np.int64)
+
+    if request.check:
+        return full_rows(request.calibration, rows, 2), full_rows(request.check, rows, 1)
+    both = full_rows(request.calibration, 2 * rows, 4)
+    half = len(both) // 2
+    return both[:half], both[half : 2 * half]
 
 
 def _spec(layers: tuple[int, ...], count: int) -> str:

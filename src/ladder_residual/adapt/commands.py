@@ -27,7 +27,9 @@ def adapt(
     teacher: Annotated[str | None, typer.Option(help="The original model: directory or hub id.")] = None,
     data: Annotated[
         list[str] | None,
-        typer.Option(help="Text to learn from: .txt, .jsonl, a corpus directory, owner/name; may be repeated."),
+        typer.Option(
+            help="Text to learn from: .txt, .jsonl, a corpus directory, owner/name (read as far as --tokens asks); may be repeated."
+        ),
     ] = None,
     weight: Annotated[list[float] | None, typer.Option(help="Share of each --data, in the same order.")] = None,
     heldout: Annotated[list[str] | None, typer.Option(help="Text to measure on, never trained on; may be repeated.")] = None,

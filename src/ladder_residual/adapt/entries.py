@@ -4,7 +4,7 @@
     .jsonl          one object a line: text | ids | messages | conversations | prompt + completion | question + answer |
                     instruction (+ input) + output
     owner/name      a hub dataset with such columns, read as a stream (needs the `datasets` package); owner/name:subset
-                    where it has several
+                    where it has several; only as much of it is read as is asked for
 
 All of them may be compressed (.xz, .gz, .bz2).
 """
@@ -25,6 +25,7 @@ from ..corpus.sources import kind_and_size
 END_OF_TEXT = "<|endoftext|>"
 _OPENERS: dict[str, Any] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
 _SUFFIXES = (".txt", ".jsonl", ".json", ".md", ".raw")
+_SHUFFLED = 1000  # documents of a hub dataset held at a time to draw the next from: few enough that books fit in memory
 _HUB_NAME = re.compile(r"([\w][\w.-]*/[\w][\w.-]*)(?::([\w.-]+))?")
 _PAIRS = (("prompt", "completion"), ("question", "answer"), ("instruction", "output"), ("prompt", "response"))
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
@@ -41,14 +42,23 @@ class Entry(NamedTuple):
     tokenizer: str | None = None  # digest of the tokenizer that made the ids
 
 
-def read_entries(source: str) -> Iterator[Entry]:
-    """The entries of a file or a hub dataset; ValueError names the line that is wrong."""
+def hub_name(source: str) -> tuple[str, str | None] | None:
+    """Name and subset of a hub dataset; None where ``source`` is, or looks like, a file."""
+    path = Path(source)
+    found = _HUB_NAME.fullmatch(source)
+    if found is None or path.exists() or path.suffix in (*_SUFFIXES, *_OPENERS):
+        return None
+    return found[1], found[2]
+
+
+def read_entries(source: str, seed: int | None = None) -> Iterator[Entry]:
+    """The entries of a file or a hub dataset; ValueError names the line that is wrong. ``seed`` shuffles a hub dataset."""
+    hub = hub_name(source)
+    if hub is not None:
+        yield from _hub_entries(source, *hub, seed)
+        return
     path = Path(source)
     if not path.exists():
-        hub = _HUB_NAME.fullmatch(source)
-        if hub is not None and path.suffix not in (*_SUFFIXES, *_OPENERS):
-            yield from _hub_entries(source, *hub.groups())
-            return
         raise ValueError(f"no data file at {source} (a hub dataset is written owner/name or owner/name:subset)")
     inner = path.with_suffix("") if path.suffix in _OPENERS else path
     if inner.suffix not in _SUFFIXES:
@@ -92,7 +102,7 @@ def _json_entries(lines: Iterable[str], source: str) -> Iterator[Entry]:
         yield entry_of(row, where)
 
 
-def _hub_entries(source: str, name: str, subset: str | None) -> Iterator[Entry]:
+def _hub_entries(source: str, name: str, subset: str | None, seed: int | None) -> Iterator[Entry]:
     try:
         from datasets import load_dataset
     except ImportError:
@@ -105,8 +115,11 @@ def _hub_entries(source: str, name: str, subset: str | None) -> Iterator[Entry]:
         raise ValueError(
             f"{source} is no file, and reading it from the hub failed: {type(error).__name__}: {error!s:.300}"
         ) from error
+    if seed is not None:  # whoever stops early would otherwise know only the beginning of the first file
+        rows = rows.shuffle(seed=seed, buffer_size=_SHUFFLED)
+    where = source if seed is None else f"{source} (shuffled by seed {seed})"
     for number, row in enumerate(rows, start=1):
-        yield entry_of(row, f"{source}, row {number}")
+        yield entry_of(row, f"{where}, row {number}")
 
 
 def entry_of(row: Mapping[str, Any], where: str) -> Entry:

@@ -35,7 +35,8 @@ class Results:
         self.earlier = Results(folder, EARLIER) if file != EARLIER and (folder / EARLIER).exists() else None
         self.runs: dict[str, Any] = {run["name"]: run for run in self.document["runs"] if not run["problem"]}
         self.original = {text: values["loss"] for text, values in self.document["original"].items()}
-        self.selection = self.document.get("selection") or _optional(folder / "selection.json")
+        self.selection = self.document.get("selection")
+        self.second_selection = _optional(folder / "selection.json")  # of stories15M
         self.tasks = _optional(folder / "tasks.json")
         self.pilots = [pilot for path in sorted(folder.glob("pilot-*.json")) if (pilot := _optional(path))]
         self.control = next((run for name, run in self.runs.items() if name.startswith("control")), None)
@@ -165,37 +166,43 @@ def seeds(results: Results) -> str:
     return f"{len(runs)} seeds of `{SEEDED}`: {', '.join(parts)} (standard deviation).\n"
 
 
-def selection_table(results: Results) -> str:
-    if results.selection is None:
+def selection_table(found: dict[str, Any] | None) -> str:
+    """One table for each text, and which layers were chosen; small models whole, large ones every fifth k."""
+    if found is None:
         return "Not measured yet.\n"
-    found = results.selection
     parts = []
+    small = len(found["chosen"]) <= 8
     for text, curves in found["curves"].items():
-        sizes = [point["k"] for point in curves["ours"]]
-        shown = [k for k in sizes if k % 5 == 0] if len(sizes) > 8 else sizes
+        shown = [point["k"] for point in curves["ours"] if small or point["k"] % 5 == 0]
         rows = [[ORDERS[order], *(f"{curves[order][k - 1]['rise']:.3f}" for k in shown)] for order in ORDERS]
-        worse = [ours["k"] for ours, last in zip(curves["ours"], curves["last-k"], strict=True) if ours["loss"] > last["loss"]]
-        better = sum(ours["loss"] < last["loss"] for ours, last in zip(curves["ours"], curves["last-k"], strict=True))
-        verdict = (
-            f"at least as good as the last k at every k, better at {better} of {len(sizes)}"
-            if not worse
-            else f"worse than the last k at k = {', '.join(map(str, worse))}, better at {better} of {len(sizes)}"
-        )
         label = (
             f"the calibration text ({calibrated_on(found)})"
             if text == "calibration"
             else f"{checked_on(found, text)} (had no say)"
         )
+        verdict = against_last(curves)
         heading = f"Rise of the loss on {label}, original {found['original'][text]:.3f}; our choice is {verdict}.\n"
         parts.append(heading + "\n" + table(["order", *(f"k = {k}" for k in shown)], rows))
-    chosen = [entry for entry in found["chosen"] if entry["k"] % 5 == 0 or len(found["chosen"]) <= 8]
+    chosen = [entry for entry in found["chosen"] if small or entry["k"] % 5 == 0]
     rows = [[str(entry["k"]), ", ".join(map(str, entry["layers"])), entry["why"]] for entry in chosen]
     single = sorted(found["single"], key=lambda entry: entry["kl"])
-    ends = [
-        "Cheapest alone: " + ", ".join(f"{entry['layer']} ({entry['kl']:.4f})" for entry in single[:8]),
-        "dearest: " + ", ".join(f"{entry['layer']} ({entry['kl']:.2f})" for entry in single[:-5:-1]) + " (layer, KL).",
-    ]
-    return "\n".join(parts) + "\n" + table(["k", "our layers", "why"], rows) + "\n" + "; ".join(ends) + "\n"
+    cheapest = ", ".join(f"{entry['layer']} ({entry['kl']:.4f})" for entry in single[:8])
+    dearest = ", ".join(f"{entry['layer']} ({entry['kl']:.2f})" for entry in single[:-5:-1])
+    alone = f"Alone, cheapest first: {cheapest}" if small else f"Cheapest alone: {cheapest}; dearest: {dearest}"
+    return "\n".join(parts) + "\n" + table(["k", "our layers", "why"], rows) + f"\n{alone} (layer, KL).\n"
+
+
+def against_last(curves: dict[str, list[dict[str, Any]]]) -> str:
+    """At which k our choice is better than the last k layers, at which it is those layers, and whether it is ever worse."""
+    pairs = list(zip(curves["ours"], curves["last-k"], strict=True))
+    same = [str(ours["k"]) for ours, last in pairs if ours["layers"] == last["layers"]]
+    gains = {ours["k"]: last["loss"] - ours["loss"] for ours, last in pairs if ours["layers"] != last["layers"]}
+    worse = [str(k) for k, gain in gains.items() if gain < 0]
+    better = [gain for gain in gains.values() if gain > 0]
+    verdict = f"worse than the last k at k = {', '.join(worse)}" if worse else "at least as good as the last k at every k"
+    if better:
+        verdict += f", better at {len(better)} of {len(pairs)} (by {min(better):.3f} to {max(better):.3f} nats)"
+    return verdict + (f", the same layers at k = {', '.join(same)}" if same else "")
 
 
 def calibrated_on(found: dict[str, Any]) -> str:
@@ -278,8 +285,7 @@ def healing_chart(results: Results) -> Chart:
 
 
 def damage_chart(results: Results) -> Chart:
-    title = f"{results.selection.get('model', 'SmolLM2')}, held-out text, before any retraining"
-    return selection_chart(results.selection, key="damage", title=title)
+    return selection_chart(results.selection, key="damage", title="SmolLM2, held-out text, before any retraining")
 
 
 def conditions(results: Results) -> str:
@@ -343,7 +349,8 @@ FIELDS: dict[str, Callable[[Results], str]] = {
     "along the way": along_the_way,
     "methods": methods,
     "seeds": seeds,
-    "selection": selection_table,
+    "selection": lambda results: selection_table(results.selection),
+    "second selection": lambda results: selection_table(results.second_selection),
     "tasks": tasks_table,
     "within one error": within_one_error,
     "pilots": pilots_table,

@@ -12,14 +12,15 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from .entries import Entry, read_entries
-from .settings import Source
+from .entries import Entry, hub_name, read_entries
+from .settings import Settings
 
 IGNORED = -100
 PADDING, CONTEXT, LEARN = 0, 1, 2
@@ -167,21 +168,35 @@ def pack(
             yield padded(row)
 
 
-def build_rows(source: str, encoder: Encoder, sequence: int, folder: Path, *, too_long: str = "error") -> RowStore:
-    """The rows of ``source``, made once and kept in ``folder``; a second call finds them there."""
+def build_rows(
+    source: str,
+    encoder: Encoder,
+    sequence: int,
+    folder: Path,
+    *,
+    too_long: str = "error",
+    most: int | None = None,
+    seed: int | None = None,
+) -> RowStore:
+    """The rows of ``source``, made once and kept in ``folder``; a second call finds them there.
+
+    A hub dataset is read until it has given ``most`` rows, shuffled by ``seed``. A file is packed whole: it is all here, so a run
+    of any length draws from all of it.
+    """
     path = Path(source)
+    if hub_name(source) is None:
+        most = seed = None
     stamp = f"{path.stat().st_size} {path.stat().st_mtime_ns}" if path.is_file() else source
     facts = [source, stamp, encoder.digest, sequence, encoder.answers_only, too_long]
+    if most is not None:
+        facts += [most, seed]  # a longer run must not be fed the rows of a shorter one
     target = folder / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     if not target.exists():
-        if path.is_dir():
-            pieces = _corpus_pieces(path, encoder)
-        else:
-            pieces = (encoder.piece(entry) for entry in read_entries(source))
         folder.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".rows-", dir=folder))
         try:
-            _write(pack(pieces, sequence, encoder.end, too_long), scratch, sequence, source)
+            rows = pack(read_pieces(source, encoder, seed), sequence, encoder.end, too_long)
+            _write(islice(rows, most), scratch, sequence, source)
             scratch.rename(target)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -189,6 +204,12 @@ def build_rows(source: str, encoder: Encoder, sequence: int, folder: Path, *, to
     ids = np.memmap(target / "ids", dtype="<u4", mode="r").reshape(-1, sequence)
     use = np.memmap(target / "use", dtype=np.uint8, mode="r").reshape(-1, sequence)
     return RowStore(ids, use, (target / "padded").exists())
+
+
+def read_pieces(source: str, encoder: Encoder, seed: int | None = None) -> Iterator[Piece]:
+    if Path(source).is_dir():
+        return _corpus_pieces(Path(source), encoder)
+    return (encoder.piece(entry) for entry in read_entries(source, seed))
 
 
 def _corpus_pieces(directory: Path, encoder: Encoder) -> Iterator[Piece]:
@@ -232,8 +253,7 @@ class MixedRows:
         if rows is None:
             counts = [max(1, round(epochs * len(store))) for store in stores]
         else:
-            borders = np.floor(np.cumsum([0.0, *weights]) / sum(weights) * rows + 0.5)  # rounded so that they add up
-            counts = np.diff(borders).astype(int).tolist()
+            counts = shares(weights, rows)
         chosen = [
             (source, _visits(len(store), count, rng)) for source, (store, count) in enumerate(zip(stores, counts, strict=True))
         ]
@@ -249,19 +269,29 @@ class MixedRows:
         return self.stores[source].row(int(row))
 
 
+def shares(weights: Sequence[float], rows: int) -> list[int]:
+    """``rows`` divided by weight, rounded so that they add up."""
+    borders = np.floor(np.cumsum([0.0, *weights]) / sum(weights) * rows + 0.5)
+    return np.diff(borders).astype(int).tolist()
+
+
 def _visits(available: int, count: int, rng: np.random.Generator) -> NDArray[np.int64]:
     """``count`` rows: whole rounds through all of them, and a random part of one more."""
     rounds = [rng.permutation(available) for _ in range(-(-count // available))]
     return np.concatenate(rounds)[:count] if rounds else np.empty(0, np.int64)
 
 
-def open_sources(
-    sources: Sequence[Source], encoder: Encoder, sequence: int, folder: Path, too_long: str, tell: Callable[[str], None]
-) -> list[RowStore]:
+def open_sources(settings: Settings, encoder: Encoder, folder: Path, tell: Callable[[str], None]) -> list[RowStore]:
+    """The rows of each source: all, or as many of a hub dataset as the run visits."""
+    limits: list[int | None] = [None] * len(settings.data)
+    seed = None  # where all is read, the order in which it comes does not matter: rows are shuffled later (MixedRows)
+    if settings.rows is not None:
+        limits = [max(1, count) for count in shares([source.weight for source in settings.data], settings.rows)]
+        seed = settings.seed
     stores = []
-    for source in sources:
-        store = build_rows(source.path, encoder, sequence, folder, too_long=too_long)
-        tell(f"data     {source.path}: {len(store):,} rows of {sequence} tokens")
+    for source, most in zip(settings.data, limits, strict=True):
+        store = build_rows(source.path, encoder, settings.sequence, folder, too_long=settings.too_long, most=most, seed=seed)
+        tell(f"data     {source.path}: {len(store):,} rows of {settings.sequence} tokens")
         stores.append(store)
     return stores
 

@@ -69,9 +69,10 @@ def adapt(settings: Settings, world: World, tell: Callable[[str], None] = print)
 
     def packed() -> tuple[list[RowStore], dict[str, RowStore]]:
         """Billions of tokens take longer than ranks may wait for each other: rank 0 packs, the others find the rows on disk."""
-        stores = open_sources(settings.data, encoder, settings.sequence, folder / "rows", settings.too_long, tell)
+        stores = open_sources(settings, encoder, folder / "rows", tell)
+        most = settings.evaluate_rows
         texts = {
-            Path(name).name: build_rows(name, encoder, settings.sequence, folder / "rows", too_long="split")
+            Path(name).name: build_rows(name, encoder, settings.sequence, folder / "rows", too_long="split", most=most)
             for name in settings.heldout
         }
         return stores, texts
@@ -174,13 +175,8 @@ def begin_folder(settings: Settings, folder: Path, world: World) -> None:
 
 
 def settings_rows(settings: Settings, stores: list[RowStore]) -> MixedRows:
-    rows = None
-    if settings.tokens is not None:
-        steps = max(1, round(settings.tokens / settings.batch_tokens))
-        rows = steps * settings.rows_per_step
-    mixed = MixedRows(
-        stores, [source.weight for source in settings.data], rows=rows, epochs=settings.epochs, seed=settings.seed
-    )
+    weights = [source.weight for source in settings.data]
+    mixed = MixedRows(stores, weights, rows=settings.rows, epochs=settings.epochs, seed=settings.seed)
     if len(mixed) < settings.rows_per_step:
         raise ValueError(
             f"the data gives {len(mixed)} rows of {settings.sequence} tokens, less than one step of {settings.rows_per_step}; use a "
@@ -219,7 +215,7 @@ class Curve(TrainerCallback):
         self.after = self.measure(self.trainer.state.global_step)
 
     def measure(self, step: int) -> dict[str, dict[str, float]]:
-        rows = max(1, self.settings.evaluate_tokens // self.settings.sequence)
+        rows = self.settings.evaluate_rows
         texts = {name: self.trainer.measure(store, rows) for name, store in self.heldout.items()}
         if texts:
             self.points.append({"step": step, "tokens": step * self.settings.batch_tokens, "texts": texts})

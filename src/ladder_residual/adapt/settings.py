@@ -165,6 +165,15 @@ class Settings:
         return self.batch_tokens // self.sequence
 
     @property
+    def rows(self) -> int | None:
+        """Rows the run visits, in whole steps; None where ``epochs`` decides."""
+        return None if self.tokens is None else max(1, round(self.tokens / self.batch_tokens)) * self.rows_per_step
+
+    @property
+    def evaluate_rows(self) -> int:
+        return max(1, self.evaluate_tokens // self.sequence)
+
+    @property
     def output(self) -> Path:
         """Where the healed checkpoint goes: never into the student, whose weights may be links to the teacher's files."""
         if self.out is not None:
