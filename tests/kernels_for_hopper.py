@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ladder_residual.config import Wiring
-from ladder_residual.engine import kernels_small
+from ladder_residual.engine import kernels_prompt, kernels_small
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
@@ -116,3 +116,16 @@ if __name__ == "__main__":
     compile_step("desync-3x", 16, lambda *a: RowOps(*a, RowTiles.candidates(sizes)[0]), 1)
     compile_step("parallel", 4, lambda *a: RowOps(*a, RowTiles.candidates(sizes)[0]), 1)
     compile_kernel(kernels_small.step_positions, (torch.zeros(4, dtype=torch.int32), 4), 1, {"BLOCK": 4})
+    qkv, norm = torch.empty(8, sizes.qkv_width, dtype=torch.bfloat16), torch.empty(sizes.head_dim, dtype=torch.bfloat16)
+    cache = KVCache(spec, sizes, 2, 64, torch.bfloat16, "cpu")
+    arguments = (qkv, qkv, norm, norm, cache.cos, cache.sin, qkv, cache.keys[0], cache.values[0], 4, 64, 1e-5)
+    constants = {
+        "HEADS": sizes.heads,
+        "HEADS_PAD": 8,
+        "KV_HEADS": sizes.kv_heads,
+        "KV_PAD": 1,
+        "DIM": 128,
+        "BIAS": True,
+        "HEAD_NORM": True,
+    }
+    compile_kernel(kernels_prompt.rotate_and_store, arguments, 4, constants)

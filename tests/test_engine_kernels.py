@@ -20,7 +20,7 @@ from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
 from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
-from ladder_residual.engine.prefill_ops import PrefillOps
+from ladder_residual.engine.prefill_ops import FusedPrefillOps, PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.row_ops import RowOps, RowTiles
@@ -179,6 +179,32 @@ def test_attention_sums_the_slices_of_our_own_products(slices: int) -> None:
     spec = EngineSpec.from_shape(shape("qwen2"))
     made = RowTiles(32, slices)
     assert step_against_reference(spec, Wiring.parse("ladder", 2), 3, 2, lambda *a: RowOps(*a, made, pdl=0, splits=2)) < 2e-5
+
+
+@pytest.mark.parametrize(
+    ("family", "wiring", "tp"), [("llama", "ladder", 1), ("qwen2", "desync-3x", 2), ("qwen3", "parallel", 1)]
+)
+def test_a_prompts_fused_kernels_equal_plain_pytorch(family: str, wiring: str, tp: int) -> None:
+    """Logits of every position, and what is left in the cache."""
+    spec = EngineSpec.from_shape(shape(family, num_heads=6, num_kv_heads=2, hidden_size=72))
+    batch, steps, wired = 3, 5, Wiring.parse(wiring, 2)
+    sizes = RankSizes.of(spec.shape, tp, tp - 1)
+    weights = stack_weights(spec, sizes, random_weights(spec, tp, tp - 1, torch.float32, "cpu"))
+    tokens = torch.randint(0, spec.shape.vocab_size, (batch, steps), generator=torch.Generator().manual_seed(5))
+    found = []
+    for ops in (PrefillOps, FusedPrefillOps):
+        cache = KVCache(spec, sizes, batch, 16, torch.float32, "cpu")
+        executor = Executor(
+            plan_steps(wired, lanes=1), ops(spec, sizes, weights, cache, steps), NoReducer(), RecordingStreams(), rows=batch * steps,
+            hidden=sizes.hidden, tp=tp, dtype=torch.float32, device=torch.device("cpu"),
+        )  # fmt: skip
+        logits = torch.full((batch * steps, sizes.vocab_rows), float("nan"))
+        executor.run(tokens, logits)
+        found.append((logits, cache.keys[..., :steps, :], cache.values[..., :steps, :]))
+    for plain, fused in zip(*found, strict=True):
+        assert torch.isfinite(plain).all()
+        assert plain.abs().sum() > 0
+        torch.testing.assert_close(fused, plain, rtol=2e-5, atol=2e-6)
 
 
 def test_default_tiles_fit_every_preset() -> None:

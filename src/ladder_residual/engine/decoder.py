@@ -27,7 +27,7 @@ from .execute import RING, Executor, Ops
 from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
 from .multiprocessors import products_leave
-from .prefill_ops import PrefillOps
+from .prefill_ops import FusedPrefillOps
 from .reducers import NcclReducer, make_reducer
 from .row_ops import BATCHES, RowOps, RowTiles
 from .schedule import SCHEDULES, Plan, can_run_two_lanes, plan_steps
@@ -97,7 +97,7 @@ class DecodeEngine:
         require(
             need, self.device, f"reading {batch} prompts of {steps} tokens at once", "lower the batch or shorten the prompts"
         )
-        ops = PrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
+        ops = FusedPrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
         ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
         executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps, prefill=True)
         with products_leave(self._leave_beside(executor), self.device):
@@ -319,9 +319,9 @@ def require_memory(sizes: RankSizes, dtype: torch.dtype, device: torch.device, *
 
 
 def prefill_bytes(sizes: RankSizes, rows: int, element: int, *, sums_apart: bool) -> int:
-    """What reading ``rows`` tokens holds at once: messages (and their sums), two float32 streams, and the widest module's vectors."""
+    """What reading ``rows`` tokens holds at once: messages (and their sums), the stream, and the widest module's vectors."""
     messages = (2 if sums_apart else 1) * (RING + 1) * sizes.hidden * element
-    streams = 2 * sizes.hidden * 4
+    streams = 2 * sizes.hidden * 4 + sizes.hidden * element  # two buffers in float32, and what the norm makes of one
     mlp = 4 * sizes.intermediate * element
     attention = 2 * sizes.qkv_width * (element + 4)
     return rows * (messages + streams + max(mlp, attention))

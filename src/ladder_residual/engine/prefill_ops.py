@@ -1,4 +1,7 @@
-"""Modules for many tokens at once: plain PyTorch (cuBLAS and fused attention), because prefill is bound by arithmetic.
+"""Modules for many tokens at once: cuBLAS and fused attention, because prefill is bound by arithmetic.
+
+``PrefillOps`` is plain PyTorch throughout. On a GPU ``FusedPrefillOps`` takes its place: what lies between the products are three
+kernels instead of some twenty operations a layer, which the host could not start fast enough to keep the card busy.
 
 Prompts are padded on the right: under a causal mask a pad never changes an earlier token, and decode overwrites its cache entry.
 """
@@ -11,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._triton import triton
 from .cache import KVCache
 from .lane import Lane
 from .rope import rotate
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
-from .weights import RankWeights
+from .weights import LayerWeights, RankWeights
 
 
 class PrefillOps:
@@ -34,32 +38,43 @@ class PrefillOps:
         message.copy_(self.weights.embedding[local.clamp(0, self.sizes.vocab_rows - 1)] * mine.unsqueeze(-1))
 
     def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
-        s, w, cache = self.sizes, self.weights.layers[step.layer], self.cache
-        qkv = F.linear(self._absorb_norm(step, lane, absorbed, w.first_norm), w.qkv, w.qkv_bias)
-        heads = qkv.view(cache.batch, self.steps, -1, s.head_dim).transpose(1, 2)
-        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
-        if w.q_norm is not None and w.k_norm is not None:
-            q, k = self._rms(q.float(), w.q_norm), self._rms(k.float(), w.k_norm)
-        cos, sin = cache.cos[: self.steps], cache.sin[: self.steps]
-        q = rotate(q.float(), cos, sin).to(v.dtype)
-        k = rotate(k.float(), cos, sin).to(v.dtype)
-        cache.keys[step.layer, :, :, : self.steps] = k
-        cache.values[step.layer, :, :, : self.steps] = v
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=s.group > 1)
+        w, cache, steps = self.weights.layers[step.layer], self.cache, self.steps
+        qkv = F.linear(self._absorb_norm(step, lane, absorbed, w.first_norm), w.qkv)
+        keys, values = cache.keys[step.layer], cache.values[step.layer]
+        q = self._rotate_and_store(qkv, w, keys, values)
+        k, v = keys[:, :, :steps], values[:, :, :steps]
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.sizes.group > 1)
         torch.mm(out.transpose(1, 2).reshape(message.shape[0], -1), w.output.T, out=message)
         self._additions(step, lane, message, other)
 
     def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
         w = self.weights.layers[step.layer]
         normed = self._absorb_norm(step, lane, absorbed, w.first_norm if step.first_norm else w.second_norm)
-        gate, up = F.linear(normed, w.gate_up).chunk(2, dim=-1)
-        torch.mm(F.silu(gate) * up, w.down.T, out=message)
+        torch.mm(self._gated(F.linear(normed, w.gate_up)), w.down.T, out=message)
         self._additions(step, lane, message, other)
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
         normed = self._absorb_norm(step, lane, absorbed, self.weights.final_norm)
         rows = normed if self.last is None else normed[self.last]
         torch.mm(rows, self.weights.head.T, out=logits)
+
+    def _rotate_and_store(self, qkv: Tensor, w: LayerWeights, keys: Tensor, values: Tensor) -> Tensor:
+        """Queries (B, heads, S, D), rotated; the keys and values go into the cache."""
+        s, cache, steps = self.sizes, self.cache, self.steps
+        if w.qkv_bias is not None:
+            qkv = qkv + w.qkv_bias
+        heads = qkv.view(cache.batch, steps, -1, s.head_dim).transpose(1, 2)
+        q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
+        if w.q_norm is not None and w.k_norm is not None:
+            q, k = self._rms(q.float(), w.q_norm), self._rms(k.float(), w.k_norm)
+        cos, sin = cache.cos[:steps], cache.sin[:steps]
+        keys[:, :, :steps] = rotate(k.float(), cos, sin).to(v.dtype)
+        values[:, :, :steps] = v
+        return rotate(q.float(), cos, sin).to(v.dtype)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
 
     def _absorb_norm(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor) -> Tensor:
         if absorbed:
@@ -80,3 +95,42 @@ class PrefillOps:
             message.add_(lane.stream, alpha=1.0 / self.sizes.tp)
         if other is not None:
             message.add_(other)
+
+
+class FusedPrefillOps(PrefillOps):
+    def __init__(self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, steps: int) -> None:
+        from . import kernels_prompt, kernels_small
+
+        super().__init__(spec, sizes, weights, cache, steps)
+        self._prompt, self._small = kernels_prompt, kernels_small
+
+    def _rotate_and_store(self, qkv: Tensor, w: LayerWeights, keys: Tensor, values: Tensor) -> Tensor:
+        s, cache = self.sizes, self.cache
+        # laid out as attention's output will be, so that this needs no copy either
+        q = qkv.new_empty(cache.batch, self.steps, s.heads, s.head_dim)
+        self._prompt.rotate_and_store[(qkv.shape[0],)](
+            qkv, *(qkv if one is None else one for one in (w.qkv_bias, w.q_norm, w.k_norm)), cache.cos, cache.sin,
+            q, keys, values, self.steps, cache.max_context, self.spec.norm_eps,
+            HEADS=s.heads, HEADS_PAD=triton.next_power_of_2(s.heads), KV_HEADS=s.kv_heads,
+            KV_PAD=triton.next_power_of_2(s.kv_heads), DIM=s.head_dim, BIAS=w.qkv_bias is not None,
+            HEAD_NORM=w.q_norm is not None, num_warps=4,
+        )  # fmt: skip
+        return q.transpose(1, 2)
+
+    def _gated(self, gate_up: Tensor) -> Tensor:
+        rows, both = gate_up.shape
+        out = gate_up.new_empty(rows, both // 2)
+        grid = (rows, triton.cdiv(both // 2, 1024))
+        self._small.silu_multiply[grid](gate_up, out, both // 2, BLOCK=1024, PDL=0, num_warps=4)
+        return out
+
+    def _absorb_norm(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor) -> Tensor:
+        rows, k = lane.stream.shape
+        out = torch.empty(rows, k, dtype=self.weights.dtype, device=self.weights.device)
+        old, new = lane.advance() if absorbed else (lane.stream, lane.stream)
+        deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
+        self._small.absorb_norm[(rows,)](
+            old, *deltas, new, norm, out, self.spec.norm_eps,
+            K=k, BLOCK_K=triton.next_power_of_2(k), KEEP=step.keeps_stream, DELTAS=len(absorbed), PDL=0, num_warps=8,
+        )  # fmt: skip
+        return out

@@ -1,0 +1,61 @@
+"""Between the products of a prompt: rotary embedding and cache write, for every token at once."""
+
+from __future__ import annotations
+
+from ._triton import tl, triton
+from .kernels_attention import _head_rows
+
+
+@triton.jit
+def rotate_and_store(
+    qkv_ptr,  # (rows, width); columns: queries, keys, values
+    bias_ptr,  # (width)
+    q_norm_ptr,  # (DIM)
+    k_norm_ptr,
+    cos_ptr,  # float32 (max_context, DIM)
+    sin_ptr,
+    q_ptr,  # (rows, HEADS, DIM)
+    k_cache_ptr,  # (B, KV_HEADS, max_context, DIM)
+    v_cache_ptr,
+    steps,
+    max_context,
+    eps,
+    HEADS: tl.constexpr,
+    HEADS_PAD: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    KV_PAD: tl.constexpr,
+    DIM: tl.constexpr,
+    BIAS: tl.constexpr,
+    HEAD_NORM: tl.constexpr,
+):
+    """One program per row (sequence and position)."""
+    row = tl.program_id(0).to(tl.int64)
+    sequence = row // steps
+    position = row % steps
+    width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
+    dims = tl.arange(0, DIM)
+    swapped = (dims + DIM // 2) % DIM
+    cos = tl.load(cos_ptr + position * DIM + dims)[None, :]
+    sin = (tl.load(sin_ptr + position * DIM + dims) * tl.where(dims < DIM // 2, -1.0, 1.0))[None, :]
+
+    heads = tl.arange(0, HEADS_PAD)
+    mask = heads < HEADS
+    q = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, q_norm_ptr, row, width, heads * DIM, dims, mask, eps, 1,
+                   1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
+    turned = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, q_norm_ptr, row, width, heads * DIM, swapped, mask, eps, 1,
+                        1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
+    place = q_ptr + (row * HEADS + heads)[:, None] * DIM + dims[None, :]
+    tl.store(place, (q * cos + turned * sin).to(q_ptr.dtype.element_ty), mask=mask[:, None])
+
+    heads = tl.arange(0, KV_PAD)
+    mask = heads < KV_HEADS
+    first = (HEADS + heads) * DIM
+    k = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first, dims, mask, eps, 1,
+                   1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
+    turned = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first, swapped, mask, eps, 1,
+                        1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
+    v = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first + KV_HEADS * DIM, dims, mask, eps, 1,
+                   1, True, BIAS, False, DIM)  # fmt: skip
+    place = ((sequence * KV_HEADS + heads) * max_context + position)[:, None] * DIM + dims[None, :]
+    tl.store(k_cache_ptr + place, (k * cos + turned * sin).to(k_cache_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(v_cache_ptr + place, v.to(v_cache_ptr.dtype.element_ty), mask=mask[:, None])
