@@ -12,7 +12,10 @@ Nothing here touches a device: ``execute.py`` runs a plan, tests run it on the C
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import pairwise
 
 from ..config import Wiring
 
@@ -53,16 +56,30 @@ class Plan:
         """All-reduces per step, without the embedding's and the head's."""
         return sum(step.reduce for step in self.steps)
 
-    def consumers(self, output: int) -> list[Step]:
-        return [step for step in (*self.steps, self.final) if output in step.absorbs]
+    def consumers(self, output: int) -> Sequence[Step]:
+        return self._consumers.get(output, ())
 
     def in_flight(self, step: Step) -> bool:
         """Whether other work of the same lane may run while this step's sum is under way."""
-        following = [s for s in (*self.steps, self.final) if s.lane == step.lane]
-        position = following.index(step) + 1 if step in following else len(following)
-        return position < len(following) and step.output not in following[position].absorbs
+        return step.output in self._overlapped
+
+    # Looked up for every step of every prompt, while the card waits: worked out once.
+    @cached_property
+    def _consumers(self) -> dict[int, list[Step]]:
+        found: dict[int, list[Step]] = {}
+        for step in (*self.steps, self.final):
+            for output in step.absorbs:
+                found.setdefault(output, []).append(step)
+        return found
+
+    @cached_property
+    def _overlapped(self) -> frozenset[int]:
+        by_lane = [[step for step in (*self.steps, self.final) if step.lane == lane] for lane in range(self.lanes)]
+        neighbours = [pair for steps in by_lane for pair in pairwise(steps)]
+        return frozenset(step.output for step, following in neighbours if step.output not in following.absorbs)
 
 
+@cache
 def plan_steps(wiring: Wiring, *, lanes: int = 1) -> Plan:
     if wiring.kind not in SUPPORTED_KINDS:
         raise ValueError(f"the CUDA engine has no {wiring.name} wiring; it runs {', '.join(SUPPORTED_KINDS)}")
