@@ -31,7 +31,7 @@ def main() -> None:
         for row in result["rows"]:
             print(name, json.dumps(row), flush=True)
 
-    if set(parts) & {"batch1", "products", "batches", "beside", "prefill", "bias", "e2e"}:
+    if set(parts) & {"batch1", "products", "batches", "beside", "prefill", "e2e"}:
         shard = Shard("llama-3-70b", 8)
         every = ("standard", "ladder", "parallel", "desync-2x", "no-comm")
         if "batch1" in parts:
@@ -59,16 +59,10 @@ def main() -> None:
                     ),
                 )  # fmt: skip
         if "prefill" in parts:
-            keep("70b-tp8-prefill", bench_prefill(shard=shard, tp=8, batches=(1, 4), links=("none", "500us", "h200-nccl")))
-        if "bias" in parts:  # the same wiring under two names: what differs between them is no wiring's doing
-            names = ("standard", "ladder", "ladder:0-79", "ladder:79")
-            for order in (names, names[::-1]):
-                keep(
-                    f"prefill-order-{order[0].replace(':', '-')}",
-                    bench_prefill(shard=shard, tp=8, links=("none",), wirings=order),
-                )
-        if "e2e" in parts:
-            keep("70b-tp8-e2e", bench_e2e(shard=shard, tp=8, batches=(1, 4, 16, 64), links=("24us",), repeats=2))
+            keep("70b-tp8-prompts", bench_prefill(shard=shard, tp=8, batches=(1, 4), links=("none", "500us", "h200-nccl")))
+        if "e2e" in parts:  # about half a minute each, and a file of its own as soon as it is there
+            for batch in (1, 4, 16, 64):
+                keep(f"70b-tp8-e2e-batch{batch}", bench_e2e(shard=shard, tp=8, batches=(batch,), links=("24us",), repeats=2))
         del shard
     if "peers" in parts:
         keep("8b-tp1-peers", bench_peers(repeats=options.repeats))

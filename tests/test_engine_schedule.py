@@ -178,3 +178,16 @@ def test_refusals() -> None:
         plan_steps(Wiring.parse("delayed-1", LAYERS))
     with pytest.raises(ValueError, match="two lanes need a ladder wiring"):
         plan_steps(Wiring.parse("parallel", LAYERS), lanes=2)
+
+
+def test_a_plan_answers_without_comparing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for every step of every prompt while the card waits: a search through the steps took 20 ms of a 57 ms prompt."""
+    plan = plan_steps(Wiring.parse("ladder:2", LAYERS), lanes=1)
+
+    def compared(self, other):
+        raise AssertionError("a step was compared with another")
+
+    monkeypatch.setattr(type(plan.steps[0]), "__eq__", compared)
+    overlapped = [step.name for step in plan.steps if plan.in_flight(step)]
+    assert overlapped == ["mlp 1", "attention 2"]
+    assert [step.name for step in plan.consumers(plan.steps[0].output)] == ["mlp 0"]

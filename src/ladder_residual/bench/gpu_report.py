@@ -149,7 +149,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "of_no_comm_bound": "standard without communication / this", "startup_s": "start-up s",
     },
     "prefill": {
-        "batch": "batch", "link": "link", "link_us": "us", "wiring": "wiring", "ms": "ms", "p10_ms": "p10",
+        "batch": "batch", "link": "link", "link_us": "us", "modules": "modules", "wiring": "wiring", "ms": "ms", "p10_ms": "p10",
         "p90_ms": "p90", "over_standard": "over standard",
     },
     "e2e": {

@@ -1,0 +1,67 @@
+"""Reading a prompt: fused kernels between the products against plain PyTorch, in turns; writes results/engine/70b-tp8-prefill.json.
+
+PYTHONPATH=src python runs/engine_prefill.py --out results/engine
+
+`ladder:79` is standard but for its last layer: where it differs from `standard`, something else than a wiring was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from ladder_residual.bench.environment import environment
+from ladder_residual.bench.gpu import Shard
+from ladder_residual.bench.gpu_report import spread
+from ladder_residual.bench.timing import time_calls
+from ladder_residual.engine import decoder
+from ladder_residual.engine.emulate import parse_link
+from ladder_residual.engine.prefill_ops import FusedPrefillOps, PrefillOps
+
+WIRINGS = ("standard", "ladder", "ladder:79")
+MODULES = {"fused": FusedPrefillOps, "plain": PrefillOps}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results/engine"))
+    parser.add_argument("--links", default="none;500us")
+    parser.add_argument("--prompt", type=int, default=1024)
+    parser.add_argument("--turns", type=int, default=7)
+    options = parser.parse_args()
+    shard = Shard("llama-3-70b", 8)
+    tokens = torch.randint(0, shard.sizes.vocab_rows, (1, options.prompt), device="cuda")
+    rows = []
+    for name in options.links.split(";"):
+        link = parse_link(name, tp=8)
+        engines = {w: shard.engine(w, link, batch=1, max_context=options.prompt + 16, schedule="one") for w in WIRINGS}
+        taken: dict[tuple[str, str], list[float]] = {}
+        for turn in range(options.turns):
+            for modules, made in MODULES.items():
+                decoder.FusedPrefillOps = made  # type: ignore[misc]
+                for wiring, engine in engines.items():
+                    once = time_calls(partial(engine.prefill, tokens), 1, warm_up=turn == 0)
+                    taken.setdefault((modules, wiring), []).extend(once)
+        for (modules, wiring), times in taken.items():
+            rows.append(
+                {
+                    "batch": 1, "link": name, "modules": modules, "wiring": wiring, "ms": round(median(times), 2), **spread(times),
+                    "over_standard": round(median(taken[modules, "standard"]) / median(times), 3),
+                }
+            )  # fmt: skip
+            print(json.dumps(rows[-1]), flush=True)
+    result = {
+        "benchmark": "prefill", "emulated": True, "model": shard.name, "tp": 8, "prompt": options.prompt,
+        "layers": shard.sizes.layers, "rows": rows, **environment(),
+    }  # fmt: skip
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / "70b-tp8-prefill.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
