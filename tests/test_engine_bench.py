@@ -214,6 +214,13 @@ def test_the_plain_peer_computes_what_the_slow_twin_does(tp: int) -> None:
     for tokens in torch.randint(0, 97, (5, 3), generator=torch.Generator().manual_seed(4)):
         torch.testing.assert_close(peer.step(tokens), reference.forward(tokens[:, None])[:, 0], rtol=1e-4, atol=1e-5)
     assert len(sums) == (0 if tp == 1 else 5 * (1 + 2 * 3))
+    prompts = torch.randint(0, 97, (3, 4), generator=torch.Generator().manual_seed(5))
+    reference = ReferenceDecoder(spec, Wiring.parse("standard", 3), [weights], tp=tp, first_rank=tp - 1)
+    torch.testing.assert_close(peer.prompt(prompts), reference.forward(prompts)[:, -1], rtol=1e-4, atol=1e-5)
+    for tokens in torch.randint(
+        0, 97, (3, 3), generator=torch.Generator().manual_seed(6)
+    ):  # over what the first text left behind
+        torch.testing.assert_close(peer.step(tokens), reference.forward(tokens[:, None])[:, 0], rtol=1e-4, atol=1e-5)
     with pytest.raises(ValueError, match="not that of qwen3"):
         PlainDecoder(EngineSpec.from_shape(replace(PEER_SHAPE, family="qwen3")), sizes, weights, batch=1, max_context=8)
 
@@ -285,9 +292,12 @@ def test_peers_stand_beside_our_rows_and_their_failures_are_told() -> None:
     assert found["peers"][0]["over_ours"] == 1.5
     assert found["notes"] == ["transformers did not run: RuntimeError: no compiler"]
     shared = Peers(SimpleNamespace(tp=8))
-    shared.e2e("24us", batch=1, prompt=8, new=8, repeats=1)
+    shared.e2e("24us", batch=1, prompt=8, new=8, repeats=1)  # no shard here, so the compiled blocks do not run
     assert not shared.rows
-    assert "at tp=1 only" in shared.notes[0]
+    assert [note.split(":")[0] for note in shared.notes] == [
+        "compiled blocks in one CUDA graph did not run",
+        "transformers does not run as one emulated rank of several",
+    ]
     page = render(
         [{"benchmark": "prefill", "model": "m", "tp": 1, "rows": [{"batch": 1, "wiring": "standard", "ms": 20.0}], **found}]
     )

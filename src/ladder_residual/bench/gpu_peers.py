@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.emulate import Link, parse_link
+from ..engine.emulate import parse_link
 from .gpu_report import spread
-from .peers_plain import plain_steps
+from .peers_plain import PlainGraphs
 from .peers_transformers import transformers_generate, transformers_model, transformers_prefill, transformers_steps
 
 if TYPE_CHECKING:
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 COMPILED = "compiled blocks in one CUDA graph"
 TRANSFORMERS = "transformers, static cache + compile"
-_SHARED = "transformers does not run as one emulated rank of several: it is a peer at tp=1 only"
 
 
 class Peers:
@@ -30,29 +29,42 @@ class Peers:
         self.rows: list[dict[str, Any]] = []
         self.notes: list[str] = []
 
-    def decode(self, link_name: str, *, batch: int, context: int, max_context: int, repeats: int) -> None:
-        shard, link = self.shard, parse_link(link_name, tp=self.shard.tp)
-        alike: dict[str, Any] = {"batch": batch, "context": context, "max_context": max_context, "repeats": repeats}
-        self._step_row(COMPILED, link_name, batch, lambda: self._plain(link, alike))
-        if shard.tp == 1:
-            self._step_row(TRANSFORMERS, link_name, batch, lambda: transformers_steps(self._transformers(), **alike))
-        else:
-            self._note(_SHARED)
+    def decode(self, link: str, *, batch: int, context: int, max_context: int, repeats: int) -> None:
+        def compiled() -> dict[str, Any]:
+            graphs = self._plain(link, batch=batch, max_context=max_context)
+            return self._step_row(COMPILED, link, batch, *graphs.steps(context, repeats))
 
-    def prefill(self, link_name: str, *, batch: int, prompt: int, repeats: int) -> None:
-        sizes: dict[str, Any] = {"batch": batch, "prompt": prompt, "repeats": repeats}
-        name = "transformers"
-        self._whole(name, lambda: self._ms_row(name, link_name, sizes, transformers_prefill(self._transformers(), **sizes)))
+        def transformers() -> dict[str, Any]:
+            asked = {"batch": batch, "context": context, "max_context": max_context, "repeats": repeats}
+            return self._step_row(TRANSFORMERS, link, batch, *transformers_steps(self._transformers(), **asked))
 
-    def e2e(self, link_name: str, *, batch: int, prompt: int, new: int, repeats: int) -> None:
-        sizes: dict[str, Any] = {"batch": batch, "prompt": prompt, "new": new, "repeats": repeats}
+        self._both(compiled, transformers)
 
-        def measure() -> dict[str, Any]:
-            times = transformers_generate(self._transformers(), **sizes)
-            row = self._ms_row(TRANSFORMERS, link_name, sizes, times)
-            return {**row, "seconds": round(row["ms"] / 1e3, 4), "tokens_per_s": round(batch * new * 1e3 / row["ms"], 2)}
+    def prefill(self, link: str, *, batch: int, prompt: int, repeats: int) -> None:
+        def compiled() -> dict[str, Any]:
+            graphs = self._plain(link, batch=batch, max_context=prompt + 16, prompt=prompt)
+            return self._ms_row(COMPILED, link, batch, graphs.prefill(repeats))
 
-        self._whole(TRANSFORMERS, measure)
+        def transformers() -> dict[str, Any]:
+            times = transformers_prefill(self._transformers(), batch=batch, prompt=prompt, repeats=repeats)
+            return self._ms_row("transformers", link, batch, times)
+
+        self._both(compiled, transformers)
+
+    def e2e(self, link: str, *, batch: int, prompt: int, new: int, repeats: int) -> None:
+        def row(name: str, times: list[float]) -> dict[str, Any]:
+            made = self._ms_row(name, link, batch, times)
+            return {**made, "seconds": round(made["ms"] / 1e3, 4), "tokens_per_s": round(batch * new * 1e3 / made["ms"], 2)}
+
+        def compiled() -> dict[str, Any]:
+            graphs = self._plain(link, batch=batch, max_context=prompt + new + 8, prompt=prompt)
+            return row(COMPILED, graphs.generate(new, repeats))
+
+        def transformers() -> dict[str, Any]:
+            asked = {"batch": batch, "prompt": prompt, "new": new, "repeats": repeats}
+            return row(TRANSFORMERS, transformers_generate(self._transformers(), **asked))
+
+        self._both(compiled, transformers)
 
     def compared(self, ours: list[dict[str, Any]], field: str) -> dict[str, Any]:
         """For a result: each peer's time over our standard's at the same batch and link."""
@@ -62,32 +74,30 @@ class Peers:
             row["over_ours"] = round(row[field] / time, 4) if time else None
         return {"peers": self.rows, "notes": self.notes}
 
-    def _plain(self, link: Link, alike: dict[str, Any]) -> tuple[list[float], float]:
-        return plain_steps(self.shard.spec, self.shard.sizes, self.shard.weights, link, **alike)
+    def _plain(self, link: str, **sizes: int) -> PlainGraphs:
+        shard = self.shard
+        return PlainGraphs(shard.spec, shard.sizes, shard.weights, parse_link(link, tp=shard.tp), **sizes)
 
     def _transformers(self) -> Any:
         return transformers_model(self.shard.spec, self.shard.weights)
 
-    def _whole(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        if self.shard.tp > 1:
-            self._note(_SHARED)
+    def _both(self, compiled: Callable[[], dict[str, Any]], transformers: Callable[[], dict[str, Any]]) -> None:
+        self._try(COMPILED, compiled)
+        if self.shard.tp == 1:
+            self._try("transformers", transformers)
         else:
-            self._try(name, measure)
-
-    def _step_row(self, name: str, link: str, batch: int, measure: Callable[[], tuple[list[float], float]]) -> None:
-        def row() -> dict[str, Any]:
-            times, warm_up = measure()
-            step = round(median(times), 4)
-            rate = round(batch * 1e3 / step, 1)
-            warm = round(warm_up, 2)
-            named = {"batch": batch, "link": link, "engine": name}
-            return {**named, "ms_per_token": step, **spread(times), "tokens_per_s": rate, "startup_s": warm}
-
-        self._try(name, row)
+            self._note("transformers does not run as one emulated rank of several: it is a peer at tp=1 only")
 
     @staticmethod
-    def _ms_row(name: str, link: str, sizes: dict[str, Any], times: list[float]) -> dict[str, Any]:
-        return {"batch": sizes["batch"], "link": link, "engine": name, "ms": round(median(times), 3), **spread(times)}
+    def _step_row(name: str, link: str, batch: int, times: list[float], warm_up: float) -> dict[str, Any]:
+        step = round(median(times), 4)
+        rate, warm = round(batch * 1e3 / step, 1), round(warm_up, 2)
+        named = {"batch": batch, "link": link, "engine": name}
+        return {**named, "ms_per_token": step, **spread(times), "tokens_per_s": rate, "startup_s": warm}
+
+    @staticmethod
+    def _ms_row(name: str, link: str, batch: int, times: list[float]) -> dict[str, Any]:
+        return {"batch": batch, "link": link, "engine": name, "ms": round(median(times), 3), **spread(times)}
 
     def _try(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
         try:

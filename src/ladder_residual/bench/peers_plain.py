@@ -1,9 +1,10 @@
-"""A peer of the CUDA engine: the decode step as PyTorch users write it, blocks under ``torch.compile``, all of it in one CUDA graph."""
+"""A peer of the CUDA engine: a model as PyTorch users write it, blocks under ``torch.compile``, a prompt or a step in one CUDA graph."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from ..engine.reducers import make_reducer
 from ..engine.rope import rope_tables, rotate
 from ..engine.spec import EngineSpec, RankSizes
 from ..engine.weights import RankWeights
-from .timing import time_on_device
+from .timing import time_calls, time_on_device
 
 
 class PlainDecoder:
@@ -49,15 +50,26 @@ class PlainDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """(B) tokens -> logits (B, this rank's vocabulary); every sequence is as long as ``position`` says."""
-        local = tokens - self.sizes.vocab_first
+        logits = self._forward(tokens[:, None], self.position)
+        self.position += 1
+        return logits
+
+    def prompt(self, tokens: Tensor) -> Tensor:
+        """(B, S) prompts of one length -> logits (B, this rank's vocabulary) after the last token."""
+        self.position.fill_(tokens.shape[1])
+        return self._forward(tokens, self.places[: tokens.shape[1]])
+
+    def _forward(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Rows are (sequence, position) pairs; ``positions`` are the same for all sequences."""
+        local = tokens.flatten() - self.sizes.vocab_first
         mine = (local >= 0) & (local < self.sizes.vocab_tokens)
         x = F.embedding(local.clamp(0, self.sizes.vocab_tokens - 1), self.weights.embedding) * mine[:, None]
         x = x if self.sums is None else self.sums(x)
         delta = torch.zeros_like(x)
-        seen = (self.places <= self.position)[None, None, None]
-        turn = (self.cos[self.position], self.sin[self.position])
+        seen = (self.places <= positions[:1])[None, None, None]
+        turn = (self.cos[positions], self.sin[positions])
         for w, cache in zip(self.weights.layers, self.caches, strict=True):
-            reading = (w.first_norm, w.qkv, w.output, *cache, self.position, seen, *turn)
+            reading = (w.first_norm, w.qkv, w.output, *cache, positions, seen, *turn)
             writing = (w.second_norm, w.gate_up, w.down)
             if self.sums is None:
                 x, delta = self.block(x, delta, reading, writing)
@@ -65,8 +77,8 @@ class PlainDecoder:
             x, partial = self.attention(x, delta, *reading)
             x, partial = self.mlp(x, self.sums(partial), *writing)
             delta = self.sums(partial)
-        self.position += 1
-        return F.linear(self._norm(x + delta, self.weights.final_norm), self.weights.head)
+        last = (x + delta).unflatten(0, tokens.shape)[:, -1]
+        return F.linear(self._norm(last, self.weights.final_norm), self.weights.head)
 
     def plain_block(
         self, x: Tensor, delta: Tensor, reading: tuple[Tensor, ...], writing: tuple[Tensor, ...]
@@ -75,15 +87,19 @@ class PlainDecoder:
 
     def plain_attention(
         self, x: Tensor, delta: Tensor, norm: Tensor, qkv: Tensor, output: Tensor, keys: Tensor, values: Tensor,
-        position: Tensor, seen: Tensor, cos: Tensor, sin: Tensor,
+        positions: Tensor, seen: Tensor, cos: Tensor, sin: Tensor,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        s, x = self.sizes, x + delta
-        heads = F.linear(self._norm(x, norm), qkv).view(x.shape[0], 1, -1, s.head_dim).transpose(1, 2)
+        s, x, steps = self.sizes, x + delta, positions.shape[0]
+        heads = F.linear(self._norm(x, norm), qkv).view(-1, steps, qkv.shape[0] // s.head_dim, s.head_dim).transpose(1, 2)
         q, k, v = heads.split([s.heads, s.kv_heads, s.kv_heads], dim=1)
-        keys.index_copy_(2, position, rotate(k, cos, sin))
-        values.index_copy_(2, position, v)
-        read = F.scaled_dot_product_attention(rotate(q, cos, sin), keys, values, attn_mask=seen, enable_gqa=s.group > 1)
-        return x, F.linear(read.transpose(1, 2).flatten(1), output)
+        q, k, many = rotate(q, cos, sin), rotate(k, cos, sin), s.group > 1
+        keys.index_copy_(2, positions, k)
+        values.index_copy_(2, positions, v)
+        if steps > 1:  # a prompt has no past
+            read = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=many)
+        else:
+            read = F.scaled_dot_product_attention(q, keys, values, attn_mask=seen, enable_gqa=many)
+        return x, F.linear(read.transpose(1, 2).reshape(x.shape[0], -1), output)
 
     def plain_mlp(
         self, x: Tensor, delta: Tensor, norm: Tensor, gate_up: Tensor, down: Tensor
@@ -96,34 +112,71 @@ class PlainDecoder:
         return F.rms_norm(x, (x.shape[-1],), weight, self.spec.norm_eps)
 
 
-@torch.no_grad()
-def plain_steps(
-    spec: EngineSpec,
-    sizes: RankSizes,
-    weights: RankWeights,
-    link: Link,
-    *,
-    batch: int,
-    context: int,
-    max_context: int,
-    repeats: int,
-) -> tuple[list[float], float]:
-    """Milliseconds of decode steps around ``context``, and the seconds until the first. Sums of tp > 1 are emulated, in line."""
-    began = time.perf_counter()
-    decoder = PlainDecoder(spec, sizes, weights, batch=batch, max_context=max_context, sums=_emulated(sizes, weights, link))
-    decoder.compile()
-    tokens = torch.zeros(batch, dtype=torch.int64, device=weights.device)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        for _ in range(3):  # compiles, and sets up cuBLAS, before the recording
-            decoder.step(tokens)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decoder.step(tokens)
-    warm_up = time.perf_counter() - began
-    decoder.position.fill_(context - repeats // 2)
-    return time_on_device(graph.replay, repeats + 5)[5:], warm_up
+class PlainGraphs:
+    """The decoder compiled, its prompt (of one length) and its step recorded when first asked for. Sums of tp > 1 are emulated, in
+    line."""
+
+    def __init__(
+        self,
+        spec: EngineSpec,
+        sizes: RankSizes,
+        weights: RankWeights,
+        link: Link,
+        *,
+        batch: int,
+        max_context: int,
+        prompt: int = 1,
+    ) -> None:
+        self._began = time.perf_counter()
+        sums = _emulated(sizes, weights, link)
+        self.decoder = PlainDecoder(spec, sizes, weights, batch=batch, max_context=max_context, sums=sums)
+        self.decoder.compile()
+        self.tokens = torch.zeros(batch, dtype=torch.int64, device=weights.device)
+        self.prompts = torch.zeros(batch, prompt, dtype=torch.int64, device=weights.device)
+
+    def steps(self, context: int, repeats: int) -> tuple[list[float], float]:
+        """Milliseconds of decode steps around ``context``, and the seconds until the first."""
+        graph, _ = self._step
+        warm_up = time.perf_counter() - self._began
+        self.decoder.position.fill_(context - repeats // 2)
+        return time_on_device(graph.replay, repeats + 5)[5:], warm_up
+
+    def prefill(self, repeats: int) -> list[float]:
+        """Milliseconds of reading the prompts."""
+        return time_calls(self._read[0].replay, repeats)
+
+    def generate(self, new: int, repeats: int) -> list[float]:
+        """Milliseconds from the prompts to the last of ``new`` tokens, greedy, chosen on the device."""
+        (read, first), (step, following) = self._read, self._step
+
+        def whole() -> None:
+            read.replay()
+            self.tokens.copy_(first.argmax(-1))
+            for _ in range(new - 1):
+                step.replay()
+                self.tokens.copy_(following.argmax(-1))
+
+        return time_calls(whole, repeats)
+
+    @cached_property
+    def _read(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        return self._record(lambda: self.decoder.prompt(self.prompts))
+
+    @cached_property
+    def _step(self) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        return self._record(lambda: self.decoder.step(self.tokens))
+
+    @torch.no_grad()
+    def _record(self, call: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):  # compiles, and sets up cuBLAS, before the recording
+                call()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = call()
+        return graph, logits
 
 
 def _emulated(sizes: RankSizes, weights: RankWeights, link: Link) -> Callable[[Tensor], Tensor] | None:
