@@ -1,5 +1,5 @@
-"""Compiles every kernel of a decode step for sm_90, as the engine would launch it, and prints a JSON line per kernel. No GPU is needed:
-Triton brings the assembler. A process of its own, because under TRITON_INTERPRET (the other kernel tests) nothing is compiled."""
+"""Compiles every kernel of a decode step and of a prompt for sm_90, as the engine would launch it, and prints a JSON line per kernel. No GPU
+is needed: Triton brings the assembler. A process of its own, because under TRITON_INTERPRET (the other kernel tests) nothing is compiled."""
 
 import json
 import os
@@ -129,3 +129,7 @@ if __name__ == "__main__":
         "HEAD_NORM": True,
     }
     compile_kernel(kernels_prompt.rotate_and_store, arguments, 4, constants)
+    stream, message = torch.empty(8, sizes.hidden), torch.empty(8, sizes.hidden, dtype=torch.bfloat16)
+    arguments = (stream, message, message, message, stream, message, message, 1e-5)
+    compile_kernel(kernels_small.absorb_norm, arguments, 8, {"K": 8192, "BLOCK_K": 8192, "KEEP": True, "DELTAS": 1, "PDL": 0})
+    compile_kernel(kernels_small.silu_multiply, (message, message, sizes.intermediate), 4, {"BLOCK": 1024, "PDL": 0})

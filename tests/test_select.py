@@ -153,7 +153,7 @@ def test_the_text_that_checks_is_not_the_text_that_chose(demo_dir, tmp_path):
     assert not any((row == other).all() for row in calibration for other in check)
 
 
-def test_a_calibration_text_is_read_only_as_far_as_it_is_needed(demo_dir, tmp_path, hub):
+def test_a_calibration_text_is_read_only_as_far_as_it_is_needed(demo_dir, hub):
     (hub / "stories").mkdir()
     rows = [json.dumps({"text": "Once upon a time there was a cat. " * 40}) + "\n"] * 200
     (hub / "stories" / "train.jsonl").write_text("".join(rows) + json.dumps({"text": 7}) + "\n", encoding="utf-8")

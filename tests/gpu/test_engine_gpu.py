@@ -10,6 +10,7 @@ import tempfile
 import time
 import traceback
 from dataclasses import replace
+from unittest.mock import patch
 
 import torch
 
@@ -22,6 +23,7 @@ from ladder_residual.engine import (
     ReferenceDecoder,
     parse_link,
     random_weights,
+    row_ops,
     stack_weights,
 )
 from ladder_residual.presets import ModelShape
@@ -122,6 +124,15 @@ def test_products_of_our_own(wiring: str, batch: int) -> None:
     assert worst_error(SHAPE, wiring, batch=batch, link="5us", products="triton") <= TOLERANCE
 
 
+@parametrize("family", ["llama", "qwen2", "qwen3"])
+@parametrize("rows", [16, 32, 64])
+def test_every_tile_of_our_own_products(family: str, rows: int) -> None:
+    """The one asked for, whatever would be fastest, and however small this model is."""
+    only = patch.object(row_ops.RowTiles, "candidates", lambda sizes: [row_ops.RowTiles(rows, 2)])
+    with only, patch.object(row_ops, "FILLED", 1):
+        assert worst_error(replace(SHAPE, family=family), "ladder", batch=5, products="triton") <= TOLERANCE
+
+
 @parametrize("context", [16384, 32768])
 def test_long_contexts(context: int) -> None:
     """Two heads and two layers, because the slow twin keeps all scores of a 32k prompt."""
@@ -164,7 +175,8 @@ SCALINGS = [
 @parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_odd_sizes_and_dtypes(sizes: dict, dtype: torch.dtype) -> None:
     shape = ModelShape(**{**SHAPE.to_dict(), **sizes, "num_layers": 2})
-    assert worst_error(shape, "ladder", tp=1, dtype=dtype) <= TOLERANCE
+    for batch in (1, 3):
+        assert worst_error(shape, "ladder", tp=1, dtype=dtype, batch=batch, products="triton") <= TOLERANCE
 
 
 @parametrize("scaling", SCALINGS)

@@ -93,12 +93,13 @@ def texts(request: Request, encoder: Any, sequence: int, rows: int) -> tuple[Any
     from .rows import PADDING, pack, read_pieces
 
     def full_rows(path: str, most: int, least: int) -> Any:
-        """The first ``most`` rows without padding; no more is read."""
-        packed = pack(read_pieces(path, encoder), sequence, encoder.end, "split")
+        """The first ``most`` rows without padding; no more is read, and no hub of chats (all padded) to its end."""
+        packed = islice(pack(read_pieces(path, encoder), sequence, encoder.end, "split"), 100 * most)
         found = list(islice((ids for ids, use in packed if PADDING not in use), most))
         if len(found) < least:
             raise ValueError(
-                f"{path} gives {len(found)} full rows of {sequence} tokens; choosing layers needs at least {least}: give more text"
+                f"{path} gives {len(found)} full rows of {sequence} tokens; choosing layers needs at least {least}: give "
+                "more text, and documents rather than chats, whose rows are padded"
             )
         return np.array(found, np.int64)
 

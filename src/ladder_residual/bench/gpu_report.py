@@ -153,7 +153,8 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "p90_ms": "p90", "over_standard": "over standard",
     },
     "e2e": {
-        "batch": "batch", "link": "link", "wiring": "wiring", "schedule": "schedule", "seconds": "s", "p10_ms": "p10 ms",
+        "batch": "batch", "link": "link", "wiring": "wiring", "schedule": "schedule", "products": "products", "seconds": "s",
+        "p10_ms": "p10 ms",
         "p90_ms": "p90 ms",
         "tokens_per_s": "tokens/s", "over_standard": "over standard",
     },

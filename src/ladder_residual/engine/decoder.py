@@ -100,7 +100,7 @@ class DecodeEngine:
         ops = FusedPrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
         ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
         executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps, prefill=True)
-        with products_leave(self._leave_beside(executor), self.device):
+        with torch.cuda.device(self.device), products_leave(self._leave_beside(executor), self.device):
             executor.run(input_ids.to(self.device), self._logits)
         self.cache.set_lengths(lengths.to(self.device))
         self._length = int(lengths.max())
@@ -322,6 +322,6 @@ def prefill_bytes(sizes: RankSizes, rows: int, element: int, *, sums_apart: bool
     """What reading ``rows`` tokens holds at once: messages (and their sums), the stream, and the widest module's vectors."""
     messages = (2 if sums_apart else 1) * (RING + 1) * sizes.hidden * element
     streams = 2 * sizes.hidden * 4 + sizes.hidden * element  # two buffers in float32, and what the norm makes of one
-    mlp = 4 * sizes.intermediate * element
-    attention = 2 * sizes.qkv_width * (element + 4)
-    return rows * (messages + streams + max(mlp, attention))
+    mlp = 3 * sizes.intermediate * element
+    attention = (sizes.qkv_width + 2 * sizes.heads * sizes.head_dim) * element
+    return rows * (messages + streams + max(mlp, attention, 2 * sizes.hidden * element))

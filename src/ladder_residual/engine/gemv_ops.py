@@ -22,7 +22,7 @@ class Tile:
     rows: int  # rows of W per program
     block_k: int
     warps: int
-    depth: int = 2  # tiles requested ahead of use, 1 to 3
+    depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,8 @@ class RowTiles:
         slices = 1
         while slices < 4 and slices * sizes.qkv_width < 16 * 2 * FILLED and sizes.hidden % (2 * slices * 128) == 0:
             slices *= 2
-        return [cls(rows, slices) for rows in SHAPES]
+        made = (sizes.hidden, sizes.vocab_rows, sizes.qkv_width)  # rows of the weights that are not gated
+        return [cls(rows, slices) for rows in SHAPES if rows == min(SHAPES) or max(made) // rows >= FILLED]
 
     def tile(self, products: int, *, gated: bool) -> Tile:
         """For a weight of ``products`` rows. Gate and up share a program's registers, so each gets the least rows."""
@@ -64,6 +65,8 @@ class RowOps(GemmOps):
         super().__init__(spec, sizes, weights, cache, pdl=pdl, splits=splits)
         if cache.batch not in BATCHES:
             raise ValueError(f"our own products take {BATCHES[0]} to {BATCHES[-1]} sequences, got {cache.batch}")
+        if sizes.hidden % tiles.slices:
+            raise ValueError(f"{tiles.slices} slices do not divide a hidden size of {sizes.hidden}")
         self._kernels, self.tiles, self.slices = kernels_rows, tiles, tiles.slices
         if self.slices > 1:
             self._qkv = torch.empty(self.slices, cache.batch, sizes.qkv_width, dtype=torch.float32, device=weights.device)
