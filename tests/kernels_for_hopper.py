@@ -1,5 +1,6 @@
-"""Compiles every kernel of a decode step and of a prompt for sm_90, as the engine would launch it, and prints a JSON line per kernel. No GPU
-is needed: Triton brings the assembler. A process of its own, because under TRITON_INTERPRET (the other kernel tests) nothing is compiled."""
+"""Compiles every kernel of a decode step and of a prompt for sm_90, as the engine would launch it, and prints a JSON line per kernel. No
+GPU is needed: Triton brings the assembler. A process of its own, because under TRITON_INTERPRET (the other kernel tests) nothing is
+compiled."""
 
 import json
 import os
