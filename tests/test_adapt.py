@@ -142,14 +142,15 @@ def test_the_seed_decides(ground):
 
 
 def test_a_run_on_a_hub_dataset_resumes_exactly_and_without_the_hub(ground, hub, monkeypatch):
-    (hub / "stories").mkdir()
     stories = (ground / "train.txt").read_text(encoding="utf-8").split("\n<|endoftext|>\n")
-    for half in range(2):
-        rows = [json.dumps({"text": story}) + "\n" for story in stories[half::2] * 20]
-        (hub / "stories" / f"train-{half}.jsonl").write_text("".join(rows), encoding="utf-8")
-    options = dict(data=(Source("owner/stories"),), heldout=("owner/stories",), tokens=512 * 4, save_every=2)
+    for name in ("stories", "others"):
+        (hub / name).mkdir()
+        for half in range(2):
+            rows = [json.dumps({"text": story}) + "\n" for story in stories[half::2] * 20]
+            (hub / name / f"train-{half}.jsonl").write_text("".join(rows), encoding="utf-8")
+    options = dict(data=(Source("owner/stories"),), heldout=("owner/others",), tokens=512 * 4, save_every=2)
     whole = run(ground, "hub-whole", evaluate_tokens=1024, **options)
-    assert whole.after["stories"]["tokens"] == 1024
+    assert whole.after["others"]["tokens"] == 1024
     packed = [path.stat().st_size // 4 // 64 for path in (ground / "hub-whole.training" / "rows").glob("*/ids")]
     assert sorted(packed) == [16, 32]  # of thousands: those that are measured, and those of 4 steps
 

@@ -211,6 +211,10 @@ def test_recipes_are_complete(path):
             "a table with path and weight",
         ),
         ("student = 'x'\nteacher = 'y'\nsequence = 300\nbatch_tokens = 1000", "use 900"),
+        (
+            "student = 'x'\nteacher = 'y'\nheldout = ['./a.txt']\n[[data]]\npath = 'a.txt'",
+            r"./a.txt is both trained on \(data\) and measured on \(heldout\)",
+        ),
         ("student = ", "not a readable recipe"),
     ],
 )

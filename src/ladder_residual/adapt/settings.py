@@ -151,6 +151,12 @@ class Settings:
             )
         if self.micro_rows is not None and (self.micro_rows < 1 or self.rows_per_step % self.micro_rows):
             raise ValueError(f"micro_rows={self.micro_rows} does not divide the {self.rows_per_step} rows of a step")
+        trained_on = {Path(source.path).resolve() for source in self.data}
+        for text in self.heldout:
+            if Path(text).resolve() in trained_on:
+                raise ValueError(
+                    f"{text} is both trained on (data) and measured on (heldout): give a text the run does not learn"
+                )
         if self.method == "distill" and self.teacher is None:
             raise ValueError("method distill learns from the original model: name it with teacher (--teacher SRC)")
         if self.control and self.teacher is None:
