@@ -59,7 +59,7 @@ def main() -> None:
                     ),
                 )  # fmt: skip
         if "prefill" in parts:
-            keep("70b-tp8-prompts", bench_prefill(shard=shard, tp=8, batches=(1, 4), links=("none", "500us", "h200-nccl")))
+            keep("70b-tp8-prefill", bench_prefill(shard=shard, tp=8, batches=(1, 4), links=("none", "500us", "h200-nccl")))
         if "e2e" in parts:  # about half a minute each, and a file of its own as soon as it is there
             for batch in (1, 4, 16, 64):
                 keep(f"70b-tp8-e2e-batch{batch}", bench_e2e(shard=shard, tp=8, batches=(batch,), links=("24us",), repeats=2))

@@ -1,4 +1,4 @@
-"""Reading a prompt: fused kernels between the products against plain PyTorch, in turns; writes results/engine/70b-tp8-prefill.json.
+"""Reading a prompt: fused kernels between the products against plain PyTorch, in turns; writes results/engine/70b-tp8-prefill-modules.json.
 
 PYTHONPATH=src python runs/engine_prefill.py --out results/engine
 
@@ -19,7 +19,6 @@ from ladder_residual.bench.environment import environment
 from ladder_residual.bench.gpu import Shard
 from ladder_residual.bench.gpu_report import spread
 from ladder_residual.bench.timing import time_calls
-from ladder_residual.engine import decoder
 from ladder_residual.engine.emulate import parse_link
 from ladder_residual.engine.prefill_ops import FusedPrefillOps, PrefillOps
 
@@ -43,8 +42,8 @@ def main() -> None:
         taken: dict[tuple[str, str], list[float]] = {}
         for turn in range(options.turns):
             for modules, made in MODULES.items():
-                decoder.FusedPrefillOps = made  # type: ignore[misc]
                 for wiring, engine in engines.items():
+                    engine.prompt_ops = made
                     once = time_calls(partial(engine.prefill, tokens), 1, warm_up=turn == 0)
                     taken.setdefault((modules, wiring), []).extend(once)
         for (modules, wiring), times in taken.items():
@@ -60,7 +59,7 @@ def main() -> None:
         "layers": shard.sizes.layers, "rows": rows, **environment(),
     }  # fmt: skip
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "70b-tp8-prefill.json").write_text(json.dumps(result, indent=1) + "\n")
+    (options.out / "70b-tp8-prefill-modules.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

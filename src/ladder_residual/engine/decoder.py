@@ -27,7 +27,7 @@ from .execute import RING, Executor, Ops
 from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
 from .multiprocessors import products_leave
-from .prefill_ops import FusedPrefillOps
+from .prefill_ops import FusedPrefillOps, PrefillOps
 from .reducers import NcclReducer, make_reducer
 from .row_ops import BATCHES, RowOps, RowTiles
 from .schedule import SCHEDULES, Plan, can_run_two_lanes, plan_steps
@@ -45,6 +45,8 @@ Tiles = GemvTiles | RowTiles | None  # None: cuBLAS
 class DecodeEngine:
     """A rank of a Llama-shaped decoder on one GPU. ``logits`` it returns are this rank's rows of the vocabulary (all of them
     with tp=1), valid until the next call; ``gather`` and ``argmax`` bring the ranks together."""
+
+    prompt_ops: type[PrefillOps] = FusedPrefillOps
 
     def __init__(
         self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
@@ -97,7 +99,7 @@ class DecodeEngine:
         require(
             need, self.device, f"reading {batch} prompts of {steps} tokens at once", "lower the batch or shorten the prompts"
         )
-        ops = FusedPrefillOps(self.spec, self.sizes, self.weights, self.cache, steps)
+        ops = self.prompt_ops(self.spec, self.sizes, self.weights, self.cache, steps)
         ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
         executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps, prefill=True)
         with torch.cuda.device(self.device), products_leave(self._leave_beside(executor), self.device):

@@ -16,6 +16,28 @@ from .spec import EngineSpec, RankSizes
 from .weights import RankWeights
 
 
+def absorb_norm(
+    launch: Launcher, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor, out: Tensor, eps: float
+) -> None:
+    """The lane's stream takes up the outputs; ``out`` gets it normed. A program a row."""
+    from . import kernels_small
+
+    rows, k = out.shape
+    old, new = lane.advance() if absorbed else (lane.stream, lane.stream)
+    deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
+    launch(
+        kernels_small.absorb_norm, (rows,), old, *deltas, new, norm, out, eps,
+        K=k, BLOCK_K=triton.next_power_of_2(k), KEEP=step.keeps_stream, DELTAS=len(absorbed), warps=8,
+    )  # fmt: skip
+
+
+def silu_multiply(launch: Launcher, gate_up: Tensor, out: Tensor) -> None:
+    from . import kernels_small
+
+    rows, ff = out.shape
+    launch(kernels_small.silu_multiply, (rows, triton.cdiv(ff, 1024)), gate_up, out, ff, BLOCK=1024, warps=4)
+
+
 class GemmOps:
     """Any batch. The same contract as ``GemvOps``: absorb, compute, write the message."""
 
@@ -31,9 +53,9 @@ class GemmOps:
         pdl: int = 1,
         splits: int | None = None,
     ) -> None:
-        from . import kernels_attention, kernels_small
+        from . import kernels_attention
 
-        self._attend, self._small = kernels_attention, kernels_small
+        self._attend = kernels_attention
         self.spec, self.sizes, self.weights, self.cache = spec, sizes, weights, cache
         self.splits = splits or pick_splits(sizes, cache.max_context, cache.batch)
         b, device, dtype = cache.batch, weights.device, weights.dtype
@@ -87,13 +109,7 @@ class GemmOps:
 
     def _absorb_norm(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor) -> Tensor:
         out = self._normed[step.lane]
-        k = self.sizes.hidden
-        old, new = lane.advance() if absorbed else (lane.stream, lane.stream)
-        deltas = [*absorbed, *[norm] * (3 - len(absorbed))]
-        self.launchers[step.lane](
-            self._small.absorb_norm, (self.cache.batch,), old, *deltas, new, norm, out, self.spec.norm_eps,
-            K=k, BLOCK_K=triton.next_power_of_2(k), KEEP=step.keeps_stream, DELTAS=len(absorbed), warps=8,
-        )  # fmt: skip
+        absorb_norm(self.launchers[step.lane], step, lane, absorbed, norm, out, self.spec.norm_eps)
         return out
 
     def _project(self, launch: Launcher, x: Tensor, weight: Tensor, out: Tensor) -> None:
@@ -102,9 +118,7 @@ class GemmOps:
 
     def _gated(self, launch: Launcher, x: Tensor, gate_up: Tensor, out: Tensor) -> None:
         self._project(launch, x, gate_up, self._gate_up)
-        ff = out.shape[1]
-        grid = (self.cache.batch, triton.cdiv(ff, 1024))
-        launch(self._small.silu_multiply, grid, self._gate_up, out, ff, BLOCK=1024, warps=4)
+        silu_multiply(launch, self._gate_up, out)
 
     def _output(
         self, step: Step, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None

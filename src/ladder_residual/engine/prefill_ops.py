@@ -16,6 +16,8 @@ from torch import Tensor
 
 from ._triton import triton
 from .cache import KVCache
+from .gemm_ops import absorb_norm, silu_multiply
+from .gemv_ops import Launcher
 from .lane import Lane
 from .rope import rotate
 from .schedule import Step
@@ -99,10 +101,10 @@ class PrefillOps:
 
 class FusedPrefillOps(PrefillOps):
     def __init__(self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, steps: int) -> None:
-        from . import kernels_prompt, kernels_small
+        from . import kernels_prompt
 
         super().__init__(spec, sizes, weights, cache, steps)
-        self._prompt, self._small = kernels_prompt, kernels_small
+        self._prompt, self._launch = kernels_prompt, Launcher(pdl=0)
 
     def _rotate_and_store(self, qkv: Tensor, w: LayerWeights, keys: Tensor, values: Tensor) -> Tensor:
         s, cache = self.sizes, self.cache
@@ -118,19 +120,11 @@ class FusedPrefillOps(PrefillOps):
         return q.transpose(1, 2)
 
     def _gated(self, gate_up: Tensor) -> Tensor:
-        rows, both = gate_up.shape
-        out = gate_up.new_empty(rows, both // 2)
-        grid = (rows, triton.cdiv(both // 2, 1024))
-        self._small.silu_multiply[grid](gate_up, out, both // 2, BLOCK=1024, PDL=0, num_warps=4)
+        out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
+        silu_multiply(self._launch, gate_up, out)
         return out
 
     def _absorb_norm(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor) -> Tensor:
-        rows, k = lane.stream.shape
-        out = torch.empty(rows, k, dtype=self.weights.dtype, device=self.weights.device)
-        old, new = lane.advance() if absorbed else (lane.stream, lane.stream)
-        deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
-        self._small.absorb_norm[(rows,)](
-            old, *deltas, new, norm, out, self.spec.norm_eps,
-            K=k, BLOCK_K=triton.next_power_of_2(k), KEEP=step.keeps_stream, DELTAS=len(absorbed), PDL=0, num_warps=8,
-        )  # fmt: skip
+        out = torch.empty(lane.stream.shape, dtype=self.weights.dtype, device=self.weights.device)
+        absorb_norm(self._launch, step, lane, absorbed, norm, out, self.spec.norm_eps)
         return out
