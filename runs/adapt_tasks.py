@@ -31,7 +31,7 @@ def digest(result: dict[str, Any]) -> dict[str, Any]:
         if row["shown"]:
             entry = {key: row[key] for key in ("value", "stderr", "n", "metric", "shots")}
             if pair := pairs.get((row["task"], row["metric"])):
-                entry |= {"difference": pair["difference"], "paired_stderr": pair["paired_stderr"]}
+                entry |= {key: pair[key] for key in ("difference", "paired_stderr", "changed")}
             found[row["task"]] = entry
     return found
 

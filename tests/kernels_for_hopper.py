@@ -43,11 +43,11 @@ class Compiling(Launcher):
     def __init__(self):
         super().__init__(pdl=1)
 
-    def __call__(self, kernel, grid, *args, warps, **constants):
-        compile_kernel(kernel, args, warps, {**constants, "PDL": 1})
+    def __call__(self, kernel, grid, *args, warps, registers=0, **constants):
+        compile_kernel(kernel, args, warps, {**constants, "PDL": 1}, registers)
 
 
-def compile_kernel(kernel, args, warps, constants):
+def compile_kernel(kernel, args, warps, constants, registers=0):
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, map(kind_of, args), strict=True))
     key = (kernel.__name__, warps, str(sorted(constants.items())), str(signature))
@@ -61,7 +61,7 @@ def compile_kernel(kernel, args, warps, constants):
         if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0)
     }
     source = ASTSource(kernel, signature, constants, wide)
-    made = triton.compile(source, target=HOPPER, options={"num_warps": warps})
+    made = triton.compile(source, target=HOPPER, options={"num_warps": warps, **({"maxnreg": registers} if registers else {})})
     ptx = made.asm["ptx"]
     line = {
         "kernel": kernel.__name__,

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,16 @@ def test_one_token_kernels(family: str, slices: int, splits: int, depth: int) ->
     spec = EngineSpec.from_shape(shape(family))
     made = tiles(slices, splits, depth)
     assert step_against_reference(spec, Wiring.parse("ladder", 2), 1, 19, lambda *a: GemvOps(*a, made, pdl=0)) < 2e-5
+
+
+@pytest.mark.parametrize(("spec", "rows"), [("ladder", 2), ("parallel", 4), ("desync-2x", 8)])
+def test_programs_that_walk_over_the_rows(spec: str, rows: int) -> None:
+    walk = Tile(rows, 128, 1, walkers=1)  # two programs: each takes several blocks of rows, the last one not full
+    made = replace(tiles(1, 2), qkv=walk, gate_up=walk, head=walk)
+    sizes = shape(hidden_size=72, intermediate_size=44, num_heads=4, num_kv_heads=2)  # no power of two
+    worst = step_against_reference(EngineSpec.from_shape(sizes), Wiring.parse(spec, 2), 1, 5,
+                                   lambda *a: GemvOps(*a, made, pdl=0), tp=2, rank=1)  # fmt: skip
+    assert worst < 2e-5
 
 
 @pytest.mark.parametrize("head_dim", [128, 256])

@@ -26,6 +26,7 @@ from ladder_residual.engine import (
     row_ops,
     stack_weights,
 )
+from ladder_residual.engine.gemv_ops import GemvTiles
 from ladder_residual.presets import ModelShape
 
 try:
@@ -131,6 +132,21 @@ def test_every_tile_of_our_own_products(family: str, rows: int) -> None:
     only = patch.object(row_ops.RowTiles, "candidates", lambda sizes: [row_ops.RowTiles(rows, 2)])
     with only, patch.object(row_ops, "FILLED", 1):
         assert worst_error(replace(SHAPE, family=family), "ladder", batch=5, products="triton") <= TOLERANCE
+
+
+@parametrize("family", ["llama", "qwen3"])
+@parametrize("hidden", [576, 2048])  # no power of two: four sets; QKV in slices: five
+@parametrize("index", range(5))
+def test_every_set_of_tiles_for_one_token(family: str, hidden: int, index: int) -> None:
+    """Those that are timed at start-up, one by one; in two lanes, where each kernel runs beside others."""
+    candidates = GemvTiles.candidates
+    only = patch.object(
+        GemvTiles,
+        "candidates",
+        lambda sizes, length: candidates(sizes, length)[index : index + 1] or candidates(sizes, length)[:1],
+    )
+    with only:
+        assert worst_error(replace(SHAPE, family=family, hidden_size=hidden), "ladder", schedule="two", link="5us") <= TOLERANCE
 
 
 @parametrize("context", [16384, 32768])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 from ._triton import triton
 from .cache import KVCache
 from .lane import Lane
+from .multiprocessors import multiprocessors
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
 from .weights import LayerWeights, RankWeights
@@ -23,6 +24,8 @@ class Tile:
     block_k: int
     warps: int
     depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
+    walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
+    fetched: int = 0  # of walkers: further tiles asked for into the L2 cache before their input is there
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,32 @@ class GemvTiles:
         half = max(splits // 2, 1)
         qkv, inner, hidden, ff = sizes.hidden // slices, sizes.heads * sizes.head_dim, sizes.hidden, sizes.intermediate
         head = _tile(8, 4, 1, hidden)
-        sets = [
+        rank = [
             cls(_tile(4, 4, 1, qkv), _tile(4, 2, 1, inner), _tile(16, 2, 1, hidden), _tile(8, 2, 2, ff), head, slices, splits),
             cls(_tile(4, 4, 1, qkv), _tile(16, 2, 1, inner), _tile(16, 2, 1, hidden), _tile(4, 4, 1, ff), head, slices, half),
+        ]
+        whole = [
             cls(_tile(8, 2, 1, qkv), _tile(4, 4, 1, inner), _tile(4, 4, 1, hidden), _tile(4, 8, 1, ff), head, slices, splits),
             cls(_tile(4, 4, 1, qkv), _tile(8, 2, 1, inner), _tile(8, 4, 1, hidden), _tile(8, 2, 2, ff), head, slices, half),
         ]
-        return sets if few_rows else sets[2:] + sets[:2]
+        if hidden <= WIDEST_WALK:
+            walk, down = _walk(4, hidden), _tile(8, 4, 1, ff)
+            one = replace(rank[0], gate_up=walk, down=down)
+            two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
+            rank = [one, replace(one, gate_up=replace(walk, fetched=2)), two, rank[0]]
+            whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
+        return rank + whole[:1] if few_rows else whole + rank[:1]
+
+
+WIDEST_WALK = 8192  # x and two tiles must fit a thread's registers
+WALK_REGISTERS = 96  # of 512 threads a multiprocessor: what is left lets the next kernel begin early, and a sum run beside
+
+
+def _walk(rows: int, hidden: int, fetched: int = 0) -> Tile:
+    """Sixteen columns a thread, 512 threads a multiprocessor."""
+    width = triton.next_power_of_2(hidden)
+    warps = max(width // 512, 1)
+    return Tile(rows, width, warps, walkers=16 // warps, fetched=fetched)
 
 
 def _tile(rows: int, warps: int, depth: int, columns: int) -> Tile:
@@ -73,6 +95,11 @@ def pick_splits(sizes: RankSizes, max_context: int, batch: int) -> int:
     return min(limit, _power_of_two_below(wanted), _power_of_two_below(by_length))
 
 
+def walking(blocks: int, most: int) -> int:
+    """Programs that walk over ``blocks``: none that would not shorten the longest walk, so that sums find free multiprocessors."""
+    return triton.cdiv(blocks, triton.cdiv(blocks, most))
+
+
 def _power_of_two_below(value: int) -> int:
     return 1 << (max(value, 1).bit_length() - 1)
 
@@ -84,8 +111,12 @@ class Launcher:
     pdl: int = 1  # 0: off; 1: the next kernel may start with this one; 2: once this one's input is there
     dependent: bool = False
 
-    def __call__(self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, **constants: Any) -> None:
+    def __call__(
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int = 0, **constants: Any
+    ) -> None:
         options: dict[str, Any] = {"num_warps": warps}
+        if registers:
+            options["maxnreg"] = registers
         if self.pdl and self.dependent:
             options["launch_pdl"] = True
         constants["PDL"] = int(self.pdl)
@@ -114,6 +145,7 @@ class GemvOps:
         self.pdl = pdl
         device = weights.device
         self.launchers = [Launcher(pdl), Launcher(pdl)]
+        self._multiprocessors = multiprocessors(device)
         make = torch.empty
         self._qkv = make(
             tiles.slices, sizes.qkv_width, dtype=torch.float32 if tiles.slices > 1 else weights.dtype, device=device
@@ -158,6 +190,14 @@ class GemvOps:
         deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
         rows = weight.shape[0] // 2 if gated else weight.shape[0]
         per_program = tile.rows // 2 if gated else tile.rows
+        if tile.walkers:
+            self.launchers[step.lane](
+                self._project.norm_walk, (walking(triton.cdiv(rows, per_program), tile.walkers * self._multiprocessors),),
+                old, *deltas, new, norm, weight, out, self.spec.norm_eps, rows,
+                K=self.sizes.hidden, WIDTH=tile.block_k, ROWS=tile.rows, FETCHED=tile.fetched, KEEP=step.keeps_stream,
+                DELTAS=len(absorbed), GATED=gated, warps=tile.warps, registers=WALK_REGISTERS,
+            )  # fmt: skip
+            return
         self.launchers[step.lane](
             self._project.norm_project, (triton.cdiv(rows, per_program), slices),
             old, *deltas, new, norm, weight, out, self._squares, self.spec.norm_eps, rows,

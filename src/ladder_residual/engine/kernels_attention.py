@@ -1,7 +1,7 @@
 """Decode attention: rotary embedding, cache write and grouped-query attention over a split of the cache, in one kernel.
 
 One program per (sequence, KV head, split). All query heads of the group share the K and V tiles. The new token's key and value
-are not read back from the cache: split 0 adds them in registers and writes them. Old cache entries were written by earlier
+are not read back from the cache: the last split adds them in registers and writes them. Old cache entries were written by earlier
 steps, so their first tile is loaded above ``gdc_wait`` and comes in while the QKV projection still runs.
 """
 
@@ -84,6 +84,10 @@ def decode_attention(
     valid = begin + tokens < end
     k = tl.load(k_ptrs, mask=valid[:, None], other=0.0)
     v = tl.load(v_ptrs, mask=valid[:, None], other=0.0)
+    half: tl.constexpr = DIM // 2
+    swapped = (dims + half) % DIM
+    cos = tl.load(cos_ptr + position * DIM + dims)
+    sin = tl.load(sin_ptr + position * DIM + dims) * tl.where(dims < half, -1.0, 1.0)
     if PDL == 1:
         tl_cuda.gdc_launch_dependents()
     if PDL > 0:
@@ -94,11 +98,6 @@ def decode_attention(
     g = tl.arange(0, GROUP_PAD)
     head_mask = g < GROUP
     first = (kv_head * GROUP + g) * DIM
-    half: tl.constexpr = DIM // 2
-    swapped = (dims + half) % DIM
-    sign = tl.where(dims < half, -1.0, 1.0)
-    cos = tl.load(cos_ptr + position * DIM + dims)
-    sin = tl.load(sin_ptr + position * DIM + dims) * sign
     q = _head_rows(qkv_ptr, squares_ptr, bias_ptr, q_norm_ptr, b, width, first, dims, head_mask, eps, hidden,
                    SLICES, NORMED, BIAS, HEAD_NORM, DIM)  # fmt: skip
     q_swapped = _head_rows(qkv_ptr, squares_ptr, bias_ptr, q_norm_ptr, b, width, first, swapped, head_mask, eps, hidden,
@@ -124,7 +123,7 @@ def decode_attention(
         k = k_next
         v = v_next
 
-    if split == 0:  # the new token itself
+    if split == SPLITS - 1:  # the new token itself: this split has the fewest old ones, often none
         one = tl.arange(0, 1)
         k_first = (KV_HEADS * GROUP + kv_head + one) * DIM
         v_first = (KV_HEADS * GROUP + KV_HEADS + kv_head + one) * DIM

@@ -1,6 +1,7 @@
 """Matrix-vector kernels for one token: the weights stream through once, everything else rides along.
 
 ``norm_project``   absorb outputs + RMSNorm + projection (QKV in slices of K, gate/up with SiLU, head)
+``norm_walk``      the same by programs that hold all of x and walk over the rows, so that x is read once a program
 ``output_project`` projection of attention's or the MLP's inner vector + what desync and parallel add to the message
 
 The norm costs no pass of its own: y = (W . (g * x)) * rsqrt(mean(x^2) + eps), so the sum of squares is collected while the
@@ -50,6 +51,17 @@ def _weights(w_ptrs, row_mask, offs, start, size, EVEN: tl.constexpr):
 
 
 @triton.jit
+def _rows_of(block, N, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """The rows of W in a block of ROWS, and the output each belongs to: gate and up of the same channel are neighbours."""
+    r = tl.arange(0, ROWS)
+    if GATED:
+        channel = block * (ROWS // 2) + r // 2
+        return channel + (r % 2) * N, channel
+    else:
+        return block * ROWS + r, block * ROWS + r
+
+
+@triton.jit
 def _after_the_previous_kernel(PDL: tl.constexpr):
     """Below this line the previous kernel's output is there. 1: let the next kernel start now; 2: only once our input is there."""
     if PDL == 1:
@@ -87,13 +99,7 @@ def norm_project(
     part = tl.program_id(1)
     SLICE: tl.constexpr = K // SLICES
     EVEN: tl.constexpr = SLICE % BLOCK_K == 0
-    r = tl.arange(0, ROWS)
-    if GATED:  # gate and up of the same channel are neighbours in the tile
-        channel = row_block * (ROWS // 2) + r // 2
-        rows = channel + (r % 2) * N
-    else:
-        channel = row_block * ROWS + r
-        rows = channel
+    rows, channel = _rows_of(row_block, N, ROWS, GATED)
     row_mask = channel < N
     offs = tl.arange(0, BLOCK_K)
     w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + (part * SLICE + offs)[None, :]
@@ -145,6 +151,73 @@ def norm_project(
             tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=channel < N)
         else:
             tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=row_mask)
+
+
+@triton.jit
+def _whole_rows(w_ptr, block, N, k, K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """Block ``block`` of ROWS whole rows of the weights; zeros past the last."""
+    rows, channel = _rows_of(block, N, ROWS, GATED)
+    mask = (channel < N)[:, None]
+    if k.shape[0] != K:
+        mask = mask & (k < K)[None, :]
+    return tl.load(w_ptr + rows.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _fetch_rows(w_ptr, block, N, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """Asks for the block to come as far as the L2 cache, line by line of 64 weights; past the end it asks for row 0 again."""
+    rows, channel = _rows_of(block, N, ROWS, GATED)
+    line = tl.arange(0, WIDTH // 64) * 64
+    places = w_ptr + tl.where(channel < N, rows, 0).to(tl.int64)[:, None] * K + tl.where(line < K, line, 0)[None, :]
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def norm_walk(
+    x_ptr,  # as in norm_project
+    d0_ptr,
+    d1_ptr,
+    d2_ptr,
+    x_out_ptr,
+    norm_ptr,
+    w_ptr,
+    out_ptr,  # (N)
+    eps,
+    N,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # K rounded up to a power of two
+    ROWS: tl.constexpr,
+    FETCHED: tl.constexpr,  # blocks after the first that are asked for into the L2 cache above the wait
+    KEEP: tl.constexpr,
+    DELTAS: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    own, programs = tl.program_id(0), tl.num_programs(0)
+    k = tl.arange(0, WIDTH)
+    w = _whole_rows(w_ptr, own, N, k, K, ROWS, GATED)
+    if PDL > 0:
+        for i in tl.static_range(FETCHED):
+            _fetch_rows(w_ptr, own + (1 + i) * programs, N, K, WIDTH, ROWS, GATED)
+    g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    _after_the_previous_kernel(PDL)
+    x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS)
+    if DELTAS > 0:  # each program stores its piece of the new stream
+        tl.store(x_out_ptr + k, x, mask=(k < K) & (k // tl.cdiv(K, programs) == own))
+    rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+    x = x * g.to(tl.float32)
+    PER: tl.constexpr = ROWS // 2 if GATED else ROWS
+    for block in range(own, tl.cdiv(N, PER), programs):
+        ahead = _whole_rows(w_ptr, block + programs, N, k, K, ROWS, GATED)
+        y = tl.sum(_sum_neighbours(w.to(tl.float32) * x[None, :], ROWS, WIDTH), axis=1) * rms
+        channel = block * PER + tl.arange(0, PER)
+        if GATED:
+            gate, up = tl.split(tl.reshape(y, [PER, 2]))
+            y = gate * tl.sigmoid(gate) * up
+        tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=channel < N)
+        w = ahead
 
 
 @triton.jit

@@ -15,6 +15,11 @@ from functools import cache
 import torch
 
 
+def multiprocessors(device: torch.device) -> int:
+    """Of the card; the interpreter, which runs programs one after another, gets two."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
 @cache
 def _cublas() -> ctypes.CDLL | None:
     try:
@@ -32,8 +37,7 @@ def products_leave(count: int, device: torch.device) -> Iterator[None]:
         yield
         return
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    everything = torch.cuda.get_device_properties(device).multi_processor_count
-    library.cublasSetSmCountTarget(handle, everything - count)
+    library.cublasSetSmCountTarget(handle, multiprocessors(device) - count)
     try:
         yield
     finally:

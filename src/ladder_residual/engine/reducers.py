@@ -15,6 +15,7 @@ from .gemv_ops import Launcher
 
 REAL_REDUCERS = ("nccl", "symm")
 ONE_SHOT_BYTES = 256 << 10  # where torch's own choice between the two lies
+COPIED = 2048  # elements of a message that one program of an emulated sum copies at a time
 SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -61,7 +62,8 @@ class EmulatedReducer(NoReducer):
 
         size = message.numel() * message.element_size()
         nanoseconds = round(1000 * self.link.microseconds(size))
-        launch(copy_that_lasts, (self.multiprocessors,), message, total, message.numel(), nanoseconds, BLOCK=2048, warps=8)
+        programs = min(self.multiprocessors, -(-message.numel() // COPIED))  # none without a piece of the message
+        launch(copy_that_lasts, (programs,), message, total, message.numel(), nanoseconds, BLOCK=COPIED, warps=8)
 
 
 class NcclReducer(NoReducer):

@@ -47,8 +47,9 @@ def _table(result: Result) -> list[str]:
 
 def _against_table(result: Result) -> list[str]:
     lines = [
-        "| task | shots | rows | metric | this model, % | against, % | difference | paired s.e. | unpaired s.e. | within one s.e. |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| task | shots | rows | metric | this model, % | against, % | difference | paired s.e. | unpaired s.e. "
+        "| rows changed, % | within one s.e. |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     by_name = {(row["task"], row["metric"]): row for row in result["rows"]}
     for pair in result["comparison"]:
@@ -61,9 +62,14 @@ def _against_table(result: Result) -> list[str]:
         lines.append(
             f"| {row['task']} | {row['shots']} | {row['n']} | {metric} | {percent(row['value'], row['stderr'], metric)} "
             f"| {percent(pair['against'], pair['against_stderr'], metric)} | {signed(pair['difference'], metric)} "
-            f"| {errors[0]} | {errors[1]} | {_yes_no(pair['within_one_stderr'])} |"
+            f"| {errors[0]} | {errors[1]} | {_changed(pair)} | {_yes_no(pair['within_one_stderr'])} |"
         )
     return lines
+
+
+def _changed(pair: dict[str, Any]) -> str:
+    changed = pair.get("changed")  # results of earlier versions have none
+    return "" if changed is None else f"{100 * changed:.1f}"
 
 
 def _yes_no(value: bool | None) -> str:

@@ -124,10 +124,11 @@ def compare(ours: Result, theirs: Result) -> list[dict[str, Any]]:
         difference = row["value"] - against["value"]
         errors = [row["stderr"], against["stderr"]]
         unpaired = math.hypot(*errors) if None not in errors else None
-        paired, note = None, None
+        paired, changed, note = None, None, None
         mine, its = (result["items"].get(row["task"], {}).get(row["metric"]) for result in (ours, theirs))
         if mine and its and (mine["rows"], row["shots"]) == (its["rows"], against["shots"]):
             paired = paired_stderr(mine["values"], its["values"])
+            changed = sum(a != b for a, b in zip(mine["values"], its["values"], strict=True)) / len(mine["values"])
         elif mine and its:
             note = "the two were given different rows or shots"
         found.append(
@@ -142,6 +143,7 @@ def compare(ours: Result, theirs: Result) -> list[dict[str, Any]]:
                 "difference": difference,
                 "unpaired_stderr": unpaired,
                 "paired_stderr": paired,
+                "changed": changed,  # share of the rows whose score changed: gains and losses that cancel in the difference
                 "within_one_stderr": None if against["stderr"] is None else abs(difference) <= against["stderr"],
                 "note": note,
             }
