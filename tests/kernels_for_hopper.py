@@ -43,11 +43,11 @@ class Compiling(Launcher):
     def __init__(self):
         super().__init__(pdl=1)
 
-    def __call__(self, kernel, grid, *args, warps, registers=0, **constants):
+    def __call__(self, kernel, grid, *args, warps, registers=None, **constants):
         compile_kernel(kernel, args, warps, {**constants, "PDL": 1}, registers)
 
 
-def compile_kernel(kernel, args, warps, constants, registers=0):
+def compile_kernel(kernel, args, warps, constants, registers=None):
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, map(kind_of, args), strict=True))
     key = (kernel.__name__, warps, str(sorted(constants.items())), str(signature))

@@ -26,6 +26,7 @@ class Tile:
     depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
     walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
     fetched: int = 0  # of walkers: further tiles asked for into the L2 cache before their input is there
+    registers: int | None = None  # of a thread, at most; None: the compiler's choice
 
 
 @dataclass(frozen=True)
@@ -70,14 +71,14 @@ class GemvTiles:
 
 
 WIDEST_WALK = 8192  # x and two tiles must fit a thread's registers
-WALK_REGISTERS = 96  # of 512 threads a multiprocessor: what is left lets the next kernel begin early, and a sum run beside
 
 
-def _walk(rows: int, hidden: int, fetched: int = 0) -> Tile:
-    """Sixteen columns a thread, 512 threads a multiprocessor."""
+def _walk(rows: int, hidden: int) -> Tile:
+    """Sixteen columns a thread, 512 threads a multiprocessor. The registers they leave let the next kernel begin early and a sum
+    run beside; with two rows they take few anyway, and a limit makes the compiler use them up."""
     width = triton.next_power_of_2(hidden)
     warps = max(width // 512, 1)
-    return Tile(rows, width, warps, walkers=16 // warps, fetched=fetched)
+    return Tile(rows, width, warps, walkers=16 // warps, registers=88 if rows > 2 else None)
 
 
 def _tile(rows: int, warps: int, depth: int, columns: int) -> Tile:
@@ -195,7 +196,7 @@ class GemvOps:
                 self._project.norm_walk, (walking(triton.cdiv(rows, per_program), tile.walkers * self._multiprocessors),),
                 old, *deltas, new, norm, weight, out, self.spec.norm_eps, rows,
                 K=self.sizes.hidden, WIDTH=tile.block_k, ROWS=tile.rows, FETCHED=tile.fetched, KEEP=step.keeps_stream,
-                DELTAS=len(absorbed), GATED=gated, warps=tile.warps, registers=WALK_REGISTERS,
+                DELTAS=len(absorbed), GATED=gated, warps=tile.warps, registers=tile.registers,
             )  # fmt: skip
             return
         self.launchers[step.lane](
