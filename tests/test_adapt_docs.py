@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ladder_residual.adapt.report import FIELDS, Results, against_last, render
+from ladder_residual.adapt.report import FIELDS, against_last, render
+from ladder_residual.adapt.report_tasks import TARGET_TASKS, answered_otherwise, changed_rows
+from ladder_residual.adapt.results import Results
 from ladder_residual.adapt.rows import Encoder, build_rows
 from ladder_residual.corpus.tokens import read_tokenizer
 
@@ -87,11 +89,51 @@ def test_the_page_would_say_where_our_choice_is_worse():
 def test_a_gap_is_measured_on_the_same_rows():
     results = Results(RESULTS)
     runs = [run for layers in (15, 20, 30) for run in results.target_runs(layers)]
-    assert len(runs) == 7
+    assert len(runs) == 8
     for run in runs:
         original, before, after = results.losses(run, "wikitext2")
         assert original < after < before
         assert results.closed(run, "wikitext2") == pytest.approx(100 * (before - after) / (before - original))
+
+
+def test_next_token_runs_are_compared_with_the_control_that_was_trained_alike():
+    results = Results(RESULTS)
+    alike = {name: results.control_like(run) for name, run in results.runs.items()}
+    found = {name: control["name"] for name, control in alike.items() if control}
+    assert found == {"sft 15, 4M": "control sft, 4M", "sft 30, 4M": "control sft 1e-3, 4M"}  # none was trained with Muon
+    page = (ROOT / "docs" / "adaptation.md").read_text(encoding="utf-8")
+    losses = {name: results.runs[name]["after"] for name in ("sft 30, 4M", "control sft 1e-3, 4M")}
+    gaps = [
+        losses["sft 30, 4M"][text]["loss"] - losses["control sft 1e-3, 4M"][text]["loss"]
+        for text in ("books_heldout", "wikitext2")
+    ]
+    assert re.search(rf"\| sft 30, 4M \|.*\| \+{gaps[0]:.3f} / \+{gaps[1]:.3f} \|\n", page)
+
+
+def test_changed_rows_are_weighted_and_split_into_lost_and_won():
+    scores = {"large": {"n": 300, "changed": 0.2, "difference": -0.1}, "small": {"n": 100, "changed": 0.4, "difference": 0.2}}
+    changed, lost, won, count = changed_rows(scores)
+    assert count == 400
+    assert (400 * changed, 400 * lost, 400 * won) == pytest.approx((100, 55, 45))  # 45 and 10 lost, 15 and 30 won
+
+
+def test_what_the_page_says_of_rows_scored_otherwise_is_so():
+    """In words: distillation changes fewer rows on every task, and loses fewer; accuracy shows it with one optimizer only."""
+    results = Results(RESULTS)
+    models = results.tasks["models"]
+    means = {name: sum(models[name][task]["difference"] for task in TARGET_TASKS) / 5 for name in models if name != "original"}
+    for ours, theirs, behind in (("distill 15, 4M", "sft 15 muon, 4M", 1.5), ("distill 15 adamw, 4M", "sft 15, 4M", 0.1)):
+        assert all(models[ours][task]["changed"] < models[theirs][task]["changed"] for task in models[ours])
+        (changed, lost, won, n), (its_changed, its_lost, its_won, _) = (changed_rows(models[name]) for name in (ours, theirs))
+        error = sum(share * (1 - share) / n for share in (changed, its_changed)) ** 0.5
+        assert its_changed - changed > 6 * error
+        assert lost < its_lost
+        assert won < its_won
+        assert abs(means[ours] - means[theirs]) == pytest.approx(behind / 100, abs=0.0005)
+        line = next(line for line in answered_otherwise(results).splitlines() if line.startswith(f"| {ours} |"))
+        assert f"| {100 * changed:.1f} ± " in line
+    converted = {name: mean for name, mean in means.items() if not name.startswith(("zero-shot", "control"))}
+    assert max(converted, key=converted.get) == "distill 15 chosen, own samples"
 
 
 @pytest.mark.slow

@@ -246,7 +246,10 @@ def test_default_tiles_fit_every_preset() -> None:
             for made in GemvTiles.candidates(sizes, 2048):
                 assert sizes.hidden % made.slices == 0, name
                 for tile in (made.qkv, made.output, made.gate_up, made.down, made.head):
-                    assert tile.block_k == 256 * tile.warps, (name, tile)
+                    walks = (
+                        sizes.hidden <= tile.block_k == 512 * tile.warps <= 2 * sizes.hidden
+                    )  # all of x, 16 columns a thread
+                    assert walks if tile.walkers else tile.block_k == 256 * tile.warps, (name, tile)
             rows = RowTiles.candidates(sizes)
             assert all(sizes.hidden % made.slices == 0 for made in rows), name
             products = (sizes.hidden, sizes.vocab_rows, sizes.qkv_width)
@@ -268,6 +271,7 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
     assert {made["kernel"] for made in compiled} >= {
         "norm_project",
+        "norm_walk",
         "output_project",
         "project_rows",
         "decode_attention",

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from eval_files import arc, mmlu, piqa, write_lines, write_tasks
 from ladder_residual.cli import app
 from ladder_residual.evaluate import harness, results
+from ladder_residual.evaluate.markdown import render
 from ladder_residual.evaluate.requests import Requests, Scores
 from ladder_residual.evaluate.run import Plan, Session, with_comparison
 from ladder_residual.evaluate.score import score, score_all
@@ -144,6 +145,7 @@ def test_against_itself_and_against_another(standard, converted):
     same = with_comparison(standard, standard)
     assert {pair["difference"] for pair in same["comparison"]} == {0.0}
     assert {pair["paired_stderr"] for pair in same["comparison"]} <= {0.0, None}
+    assert {pair["changed"] for pair in same["comparison"]} <= {0.0, None}
     assert all(pair["within_one_stderr"] in (True, None) for pair in same["comparison"])
     assert same["perplexity_comparison"]["paired_stderr"] == 0.0
     other = with_comparison(converted, standard)
@@ -166,8 +168,25 @@ def test_only_equal_rows_are_paired(standard):
     found = with_comparison(standard, other)
     pair = next(pair for pair in found["comparison"] if (pair["task"], pair["metric"]) == ("piqa", "acc"))
     assert pair["paired_stderr"] is None
+    assert pair["changed"] is None
     assert "different rows" in pair["note"]
     assert found["perplexity_comparison"]["paired_stderr"] is None
+
+
+def test_rows_that_changed_are_counted_where_gains_and_losses_cancel():
+    """Eight rows: two won, two lost, four as before."""
+    one = {"task": "piqa", "metric": "acc", "shots": 0, "n": 8, "value": 0.5, "stderr": 0.2, "shown": True}
+    before, after = [1, 1, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 1, 0, 0]
+    theirs, ours = ({"rows": [one], "items": {"piqa": {"acc": {"rows": "same", "values": v}}}} for v in (before, after))
+    (pair,) = results.compare(ours, theirs)
+    assert (pair["difference"], pair["changed"]) == (0.0, 0.5)
+    made = {"model": "m", "wiring": "ladder", "date": "", "dtype": "", "tp": 1, "machine": "", "torch": "", "notes": {}}
+    page = render(ours | made | {"against": {"model": "n"}, "comparison": [pair]})
+    header, _, row = (line.split(" | ") for line in page.splitlines() if line.startswith("|"))
+    assert row[header.index("rows changed, %")] == "50.0"
+    del pair["changed"]  # a result of an earlier version
+    page = render(ours | made | {"against": {"model": "n"}, "comparison": [pair]})
+    assert "| +0.0 | " in page
 
 
 def test_paired_error_per_token_is_the_ratio_estimators():

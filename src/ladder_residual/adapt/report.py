@@ -17,73 +17,10 @@ from typing import Any
 from ..config import Wiring
 from ..plan.charts import Chart, Series, chart_svg
 from ..plan.selection_chart import ORDERS, selection_chart
+from .report_tasks import answered_otherwise, tasks_table, to_the_control, within_one_error
+from .results import OWN, TARGETS, TEXTS, Results, optional, recipe, table
 
-TEXTS = {"books_heldout": "books", "wikitext2": "WikiText-2", "samples_heldout": "own samples"}
-# Converted layers: how much of the gap was to be closed on held-out books and on WikiText-2, and the runs, the main one first.
-TARGETS = {15: (99, 95), 20: (98, 95), 30: (97, 90)}
-CORRECTED = ", corrected teacher"
 SEEDED = "distill 15 chosen, 4M, corrected teacher alone"
-EARLIER = "heal-first.json"  # the same runs with an earlier recipe
-
-
-class Results:
-    """All runs by name, the original's losses, the selection, the tasks."""
-
-    def __init__(self, folder: Path, file: str = "heal.json") -> None:
-        self.folder = folder
-        self.document = json.loads((folder / file).read_text(encoding="utf-8"))
-        self.earlier = Results(folder, EARLIER) if file != EARLIER and (folder / EARLIER).exists() else None
-        self.runs: dict[str, Any] = {run["name"]: run for run in self.document["runs"] if not run["problem"]}
-        self.original = {text: values["loss"] for text, values in self.document["original"].items()}
-        self.selection = self.document.get("selection")
-        self.second_selection = _optional(folder / "selection.json")  # of stories15M
-        self.tasks = _optional(folder / "tasks.json")
-        self.pilots = [pilot for path in sorted(folder.glob("pilot-*.json")) if (pilot := _optional(path))]
-        self.control = next((run for name, run in self.runs.items() if name.startswith("control")), None)
-
-    def original_along(self, text: str) -> float:
-        """The original on the rows that are measured during a run: what its control began with."""
-        return self.original[text] if self.control is None else self.control["curve"][0]["texts"][text]["loss"]
-
-    def losses(self, run: dict[str, Any], text: str) -> tuple[float, float, float]:
-        """Original, zero-shot and healed, all on the same rows."""
-        rows = {run[when][text]["tokens"] for when in ("before", "after")} | {self.document["original"][text]["tokens"]}
-        if len(rows) == 1:
-            return self.original[text], run["before"][text]["loss"], run["after"][text]["loss"]
-        measured = run["before"][text]["tokens"]
-        healed = run["after"] if run["after"][text]["tokens"] == measured else run["curve"][-1]["texts"]
-        return self.original_along(text), run["before"][text]["loss"], healed[text]["loss"]
-
-    def closed(self, run: dict[str, Any], text: str) -> float:
-        """Per cent of the gap between zero-shot conversion and the original."""
-        original, before, after = self.losses(run, text)
-        return 100 * (before - after) / (before - original)
-
-    def closed_to_control(self, run: dict[str, Any], text: str) -> float | None:
-        """The same up to the control: the unchanged model after a training on the same text. None where rows differ."""
-        _, before, after = self.losses(run, text)
-        if self.control is None or self.control["after"][text]["tokens"] != run["before"][text]["tokens"]:
-            return None
-        return 100 * (before - after) / (before - self.control["after"][text]["loss"])
-
-    def target_runs(self, layers: int) -> list[dict[str, Any]]:
-        """The long runs that convert so many layers, best recipe first."""
-        names = [f"distill {layers}{which}{teacher}" for teacher in (CORRECTED, "") for which in ("", " chosen")]
-        return [self.runs[name] for name in names if name in self.runs]
-
-    def zero_shot_along(self, run: dict[str, Any], text: str) -> float:
-        """Zero-shot on the rows measured during a run. One that begins with corrected weights begins better than zero-shot."""
-        like = (other for other in self.runs.values() if other["wiring"] == run["wiring"])
-        return next(other["curve"][0]["texts"][text]["loss"] for other in like if not other.get("corrected_teacher_tokens"))
-
-
-def _optional(path: Path) -> Any:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n"
 
 
 def targets(results: Results) -> str:
@@ -95,7 +32,8 @@ def targets(results: Results) -> str:
                 correction = run.get("corrected_teacher_tokens", 0)
                 tokens = f"{run['tokens'] / 1e6:.0f}M" + (f" + {correction / 1e6:.0f}M" if correction else "")
                 weight = run["settings"].get("data_weight", 0.0)
-                row = [f"{which} {layers}", "corrected" if correction else "original", tokens, f"{weight:g}"]
+                which += f" {layers}" + (OWN if run["name"].endswith(OWN) else "")
+                row = [which, "corrected" if correction else "original", tokens, f"{weight:g}"]
                 for text, target in (("books_heldout", books), ("wikitext2", wikitext)):
                     closed = made.closed(run, text)
                     verdict = "reached" if closed >= target else f"missed by {target - closed:.1f}"
@@ -134,24 +72,19 @@ def _tokens(run: dict[str, Any], point: dict[str, Any]) -> float:
 
 
 def methods(results: Results) -> str:
-    """The runs with equally many tokens; next-token training also against its control."""
-    control = results.control
-    if control is None:
+    """The runs with equally many tokens; next-token training also against the control that was trained alike."""
+    if results.control is None:
         return "Not run.\n"
     texts = ("books_heldout", "wikitext2", "samples_heldout")
     rows = []
     for name, run in results.runs.items():
-        if run["tokens"] != control["tokens"]:
+        if run["tokens"] != results.control["tokens"]:
             continue
         found = {text: run["after"][text]["loss"] for text in texts}
         cells = [f"{found[text]:.3f} ({found[text] - results.original[text]:+.3f})" for text in texts]
-        trained = run is not control and run["settings"]["method"] == "sft"
-        gaps = [f"{found[text] - control['after'][text]['loss']:+.3f}" for text in texts[:2]] if trained else []
-        settings = run["settings"]
-        how = f"{settings['optimizer']} {settings['learning_rate']:g}"
-        how += f", hidden {settings['hidden_weight']:g}" if settings["hidden_weight"] else ""
-        how += f", text {settings['data_weight']:g}" if settings["data_weight"] else ""
-        rows.append([name, str(Wiring.parse(run["wiring"], max(TARGETS))), how, *cells, " / ".join(gaps)])
+        control = results.control_like(run)
+        gaps = [f"{found[text] - control['after'][text]['loss']:+.3f}" for text in texts[:2]] if control else []
+        rows.append([name, str(Wiring.parse(run["wiring"], max(TARGETS))), recipe(run), *cells, " / ".join(gaps)])
     header = ["run", "wiring", "how", *(f"{TEXTS[text]} (to the original)" for text in texts)]
     return table([*header, "to the control: books / WikiText-2"], sorted(rows, key=lambda row: row[1], reverse=True))
 
@@ -213,48 +146,6 @@ def calibrated_on(found: dict[str, Any]) -> str:
 
 def checked_on(found: dict[str, Any], text: str) -> str:
     return f"{found['check']['tokens']:,} tokens of {found['check']['file']}" if "check" in found else TEXTS[text]
-
-
-def tasks_table(results: Results) -> str:
-    if results.tasks is None:
-        return "Not measured yet.\n"
-    found = results.tasks["models"]
-    names = list(next(iter(found.values())))
-    rows = []
-    for model, scores in found.items():
-        cells = []
-        for task in names:
-            score = scores[task]
-            text = f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}"
-            if "difference" in score:
-                text += f" ({100 * score['difference']:+.1f} ± {100 * score['paired_stderr']:.1f})"
-            cells.append(text)
-        perplexity = results.tasks.get("perplexity", {}).get(model)
-        rows.append([model, *cells, f"{perplexity['ppl']:.4g}" if perplexity else ""])
-    sizes = [f"{task} ({found['original'][task]['n']:,})" for task in names]
-    return table(["model", *sizes, "WikiText-2 perplexity, stride 512"], rows)
-
-
-def within_one_error(results: Results) -> str:
-    """For the models healed by distillation and the control: on which tasks they lost no more than one standard error."""
-    if results.tasks is None:
-        return ""
-    lines = []
-    tasks = ("arc_easy", "piqa", "hellaswag", "sciq", "winogrande")
-    healed = [run["name"] for layers in TARGETS for run in results.target_runs(layers)]
-    control = [results.control["name"]] if results.control else []
-    for name in (*healed, *control):
-        scores = results.tasks["models"].get(name)
-        if scores is None:
-            continue
-        errors = {task: results.tasks["models"]["original"][task]["stderr"] for task in tasks}
-        inside = [task for task in tasks if scores[task]["difference"] >= -errors[task]]
-        outside = [f"{task} ({100 * scores[task]['difference']:+.1f})" for task in tasks if task not in inside]
-        lines.append(
-            f"- {name}: {len(inside)} of {len(tasks)} tasks within one standard error or above"
-            + (f"; outside: {', '.join(outside)}" if outside else "")
-        )
-    return "\n".join(lines) + "\n"
 
 
 def pilots_table(results: Results) -> str:
@@ -325,7 +216,7 @@ def words(results: Results) -> str:
 
 def second_subject(results: Results) -> str:
     """stories15M: methods that differ in one thing."""
-    found = _optional(results.folder / "stories15m.json")
+    found = optional(results.folder / "stories15m.json")
     if found is None:
         return "Not run.\n"
     rows = []
@@ -353,6 +244,8 @@ FIELDS: dict[str, Callable[[Results], str]] = {
     "second selection": lambda results: selection_table(results.second_selection),
     "tasks": tasks_table,
     "within one error": within_one_error,
+    "answered otherwise": answered_otherwise,
+    "to the control": to_the_control,
     "pilots": pilots_table,
     "words": words,
     "second subject": second_subject,

@@ -45,8 +45,8 @@ class GemvTiles:
 
     @classmethod
     def candidates(cls, sizes: RankSizes, max_context: int) -> list[GemvTiles]:
-        """Sets that were best on an H200 for a 70B rank of TP=8 (one lane, two lanes) and for a whole 8B model (one, two).
-        Which one wins depends on the shard and on what else is on the card, so the engine times them at start-up."""
+        """Sets that were best on an H200 for a 70B rank of TP=8 (one lane; one lane waiting for slow sums; two lanes) and for a whole
+        8B model. Which one wins depends on the shard and on what else is on the card, so the engine times them at start-up."""
         slices = 2 if sizes.hidden % 2048 == 0 and sizes.qkv_width * sizes.hidden <= 1 << 24 else 1
         few_rows = slices > 1
         splits = pick_splits(sizes, max_context, 1)
@@ -113,7 +113,7 @@ class Launcher:
     dependent: bool = False
 
     def __call__(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int = 0, **constants: Any
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
     ) -> None:
         options: dict[str, Any] = {"num_warps": warps}
         if registers:

@@ -66,6 +66,12 @@ KNOWN_MISSES = (
         "plan lets both lanes share the card evenly, where attention in fact runs while the MLP's sum is on its way",
         "ms_per_step",
     ),
+    KnownMiss(
+        "llama-3-70b, fused on h200", "5 us", 1, "ladder two-lane", 15.0,
+        "two lanes were faster with sums of 5 us (4.46 ms) than without any (4.64), which is what the overlap is calibrated on: without "
+        "a pause both chains want the memory at the same time",
+        "ms_per_step",
+    ),
     *(
         KnownMiss(
             "llama-3-70b, fused on h200", link, batch, "ladder two-lane", bound,

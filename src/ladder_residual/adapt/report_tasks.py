@@ -1,0 +1,116 @@
+"""The tasks' part of docs/adaptation.md: accuracy, what changed behind it, and the distance to a control trained as long."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from .results import TARGETS, Results, recipe, table
+
+TARGET_TASKS = ("arc_easy", "piqa", "hellaswag", "sciq", "winogrande")
+LONG_CONTROL = "control sft, 24M"
+# Pairs of equal tokens and equal optimizer, each below the other; then what trained for longer.
+COMPARED = (
+    "control sft, 4M",
+    "distill 15, 4M",
+    "sft 15 muon, 4M",
+    "distill 15 adamw, 4M",
+    "sft 15, 4M",
+    LONG_CONTROL,
+    "distill 15 chosen, corrected teacher",
+    "distill 15 chosen, own samples",
+)
+
+
+def tasks_table(results: Results) -> str:
+    if results.tasks is None:
+        return "Not measured yet.\n"
+    found = results.tasks["models"]
+    names = list(next(iter(found.values())))
+    rows = []
+    for model, scores in found.items():
+        cells = []
+        for task in names:
+            score = scores[task]
+            text = f"{100 * score['value']:.1f} ± {100 * score['stderr']:.1f}"
+            if "difference" in score:
+                text += f" ({100 * score['difference']:+.1f} ± {100 * score['paired_stderr']:.1f})"
+            cells.append(text)
+        perplexity = results.tasks.get("perplexity", {}).get(model)
+        changed = f"{100 * changed_rows(scores)[0]:.1f}" if "changed" in scores[names[0]] else ""  # the original has none
+        rows.append([model, *cells, changed, f"{perplexity['ppl']:.4g}" if perplexity else ""])
+    sizes = [f"{task} ({found['original'][task]['n']:,})" for task in names]
+    return table(["model", *sizes, "all: scored otherwise, %", "WikiText-2 perplexity, stride 512"], rows)
+
+
+def within_one_error(results: Results) -> str:
+    """For the models healed by distillation and the controls: on which tasks they lost no more than one standard error."""
+    if results.tasks is None:
+        return ""
+    lines = []
+    healed = [run["name"] for layers in TARGETS for run in results.target_runs(layers)]
+    control = [results.control["name"]] if results.control else []
+    for name in (*healed, *control, LONG_CONTROL):
+        scores = results.tasks["models"].get(name)
+        if scores is None:
+            continue
+        errors = {task: results.tasks["models"]["original"][task]["stderr"] for task in TARGET_TASKS}
+        inside = [task for task in TARGET_TASKS if scores[task]["difference"] >= -errors[task]]
+        outside = [f"{task} ({100 * scores[task]['difference']:+.1f})" for task in TARGET_TASKS if task not in inside]
+        lines.append(
+            f"- {name}: {len(inside)} of {len(TARGET_TASKS)} tasks within one standard error or above"
+            + (f"; outside: {', '.join(outside)}" if outside else "")
+        )
+    return "\n".join(lines) + "\n"
+
+
+def changed_rows(scores: dict[str, Any]) -> tuple[float, float, float, int]:
+    """Over all tasks: the share of rows scored otherwise than by the original, the lost and the won among them, all rows.
+
+    A row scores 0 or 1, so the difference is won - lost and the changed are won + lost."""
+    count = sum(score["n"] for score in scores.values())
+    changed = sum(score["n"] * score["changed"] for score in scores.values()) / count
+    difference = sum(score["n"] * score["difference"] for score in scores.values()) / count
+    return changed, (changed - difference) / 2, (changed + difference) / 2, count
+
+
+def answered_otherwise(results: Results) -> str:
+    """What a difference of accuracies hides: rows lost and rows won cancel in it."""
+    if results.tasks is None:
+        return "Not measured yet.\n"
+    rows, count = [], 0
+    for name in COMPARED:
+        scores, run = results.tasks["models"].get(name), results.runs.get(name)
+        if scores is None or run is None:
+            continue
+        changed, lost, won, count = changed_rows(scores)
+        error = math.sqrt(changed * (1 - changed) / count)
+        mean = sum(scores[task]["difference"] for task in TARGET_TASKS) / len(TARGET_TASKS)
+        mean_error = math.hypot(*(scores[task]["paired_stderr"] for task in TARGET_TASKS)) / len(TARGET_TASKS)
+        loss = run["after"]["wikitext2"]["loss"]
+        cells = [f"{100 * changed:.1f} ± {100 * error:.1f}", f"{100 * lost:.1f}", f"{100 * won:.1f}"]
+        cells += [f"{100 * mean:+.1f} ± {100 * mean_error:.1f}", f"{loss:.3f} ({loss - results.original['wikitext2']:+.3f})"]
+        rows.append([name, recipe(run), *cells])
+    header = ["run", "how", f"scored otherwise, % of {count:,} rows", "lost", "won"]
+    return table([*header, "mean difference, five tasks", "WikiText-2 loss (to the original)"], rows)
+
+
+def to_the_control(results: Results) -> str:
+    """Healed models against the unchanged model trained about as long."""
+    control = results.runs.get(LONG_CONTROL)
+    if results.tasks is None or control is None:
+        return "Not measured yet.\n"
+    models = results.tasks["models"]
+    against = models[LONG_CONTROL]
+    rows = []
+    for run in (run for layers in (15, 20) for run in results.target_runs(layers)):
+        scores = models[run["name"]]
+        gaps = [scores[task]["value"] - against[task]["value"] for task in TARGET_TASKS]
+        errors = [math.hypot(scores[task]["stderr"], against[task]["stderr"]) for task in TARGET_TASKS]
+        gaps.append(sum(gaps) / len(gaps))
+        errors.append(math.hypot(*errors) / len(errors))
+        cells = [f"{100 * gap:+.1f} ± {100 * error:.1f}" for gap, error in zip(gaps, errors, strict=True)]
+        loss = run["after"]["wikitext2"]["loss"] - control["after"]["wikitext2"]["loss"]
+        cells.append(f"{loss:+.3f}, {results.closed_to_control(run, 'wikitext2', control):.1f} % closed")
+        rows.append([run["name"], *cells])
+    return table([f"to `{LONG_CONTROL}`", *TARGET_TASKS, "mean", "WikiText-2 loss"], rows)
