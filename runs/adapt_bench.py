@@ -178,6 +178,7 @@ class Bench:
             problem = str(error)
         result = {
             "name": name,
+            **{key: value for key, value in environment().items() if key in ("commit", "date")},  # a record grows over days
             "wiring": wiring,
             "tokens": steps * settings.batch_tokens,
             "corrected_teacher_tokens": self.corrected_tokens if corrected else 0,

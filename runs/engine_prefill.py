@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=1024)
     parser.add_argument("--turns", type=int, default=7)
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
     shard = Shard("llama-3-70b", 8)
     tokens = torch.randint(0, shard.sizes.vocab_rows, (1, options.prompt), device="cuda")
     rows = []
@@ -54,12 +55,12 @@ def main() -> None:
                 }
             )  # fmt: skip
             print(json.dumps(rows[-1]), flush=True)
-    result = {
-        "benchmark": "prefill", "emulated": True, "model": shard.name, "tp": 8, "prompt": options.prompt,
-        "layers": shard.sizes.layers, "rows": rows, **environment(),
-    }  # fmt: skip
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "70b-tp8-prefill-modules.json").write_text(json.dumps(result, indent=1) + "\n")
+        result = {
+            "benchmark": "prefill", "emulated": True, "model": shard.name, "tp": 8, "prompt": options.prompt,
+            "layers": shard.sizes.layers, "rows": rows, **environment(),
+        }  # fmt: skip
+        # after each link: half a result is better than none
+        (options.out / "70b-tp8-prefill-modules.json").write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":
