@@ -50,7 +50,7 @@ class Compiling(Launcher):
 def compile_kernel(kernel, args, warps, constants, registers=None):
     names = [name for name in kernel.arg_names if name not in constants]
     signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, map(kind_of, args), strict=True))
-    key = (kernel.__name__, warps, str(sorted(constants.items())), str(signature))
+    key = (kernel.__name__, warps, registers, str(sorted(constants.items())), str(signature))
     if key in seen:
         return
     seen.add(key)

@@ -13,7 +13,7 @@ def kernel(name: str, stream: int, start: float, length: float = 1.0) -> Kernel:
 
 
 def layer(stream: int, start: float) -> list[Kernel]:
-    names = ["norm_project", "decode_attention", "merge_splits", "output_project", "norm_project", "output_project"]
+    names = ["norm_project", "decode_attention", "merge_splits", "output_project", "norm_walk", "output_project"]
     return [kernel(name, stream, start + index) for index, name in enumerate(names)]
 
 
@@ -43,7 +43,7 @@ def test_modules_of_one_lane_and_their_sums() -> None:
 
 
 def test_two_lanes_get_rows_of_their_own() -> None:
-    attention = [kernel("norm_project", 3, 0), kernel("decode_attention", 3, 1), kernel("output_project", 3, 2)]
+    attention = [kernel("norm_walk", 3, 0), kernel("decode_attention", 3, 1), kernel("output_project", 3, 2)]
     mlp = [kernel("norm_project", 4, 0.5), kernel("output_project", 4, 1.5)]
     spans = engine_spans([*attention, *mlp, kernel("norm_project", 4, 5)], lanes=2)
     assert [(s.name, s.row) for s in spans] == [("attention", COMPUTE), ("MLP", LANE), ("head", LANE)]

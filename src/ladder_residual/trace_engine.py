@@ -16,7 +16,7 @@ from .plan.schedule import COMM, COMPUTE, LANE
 from .plan.trace import Panel, Span, layer_us, waiting_spans, write_trace
 from .trace_run import EMBEDDING_SUM, hidden_percent, in_rows
 
-SUM, READS_STREAM, ATTENDS = "copy_that_lasts", "norm_project", "decode_attention"  # kernels that tell modules apart
+SUM, READS_STREAM, ATTENDS = "copy_that_lasts", ("norm_project", "norm_walk"), "decode_attention"  # tell modules apart
 AROUND = ("embed", "step_positions")  # kernels before the first and after the last module
 
 

@@ -1,4 +1,4 @@
-"""The tasks' part of docs/adaptation.md: accuracy, what changed behind it, and the distance to a control trained as long."""
+"""The tasks' part of docs/adaptation.md: accuracy, what changed behind it, and the distance to a long control."""
 
 from __future__ import annotations
 
@@ -96,14 +96,14 @@ def answered_otherwise(results: Results) -> str:
 
 
 def to_the_control(results: Results) -> str:
-    """Healed models against the unchanged model trained about as long."""
+    """Healed models of 15 and 20 layers (30 are far from any control) against the unchanged model after a long training."""
     control = results.runs.get(LONG_CONTROL)
-    if results.tasks is None or control is None:
+    models = results.tasks["models"] if results.tasks else {}
+    if control is None or LONG_CONTROL not in models:
         return "Not measured yet.\n"
-    models = results.tasks["models"]
     against = models[LONG_CONTROL]
     rows = []
-    for run in (run for layers in (15, 20) for run in results.target_runs(layers)):
+    for run in (run for layers in (15, 20) for run in results.target_runs(layers) if run["name"] in models):
         scores = models[run["name"]]
         gaps = [scores[task]["value"] - against[task]["value"] for task in TARGET_TASKS]
         errors = [math.hypot(scores[task]["stderr"], against[task]["stderr"]) for task in TARGET_TASKS]
@@ -111,6 +111,8 @@ def to_the_control(results: Results) -> str:
         errors.append(math.hypot(*errors) / len(errors))
         cells = [f"{100 * gap:+.1f} ± {100 * error:.1f}" for gap, error in zip(gaps, errors, strict=True)]
         loss = run["after"]["wikitext2"]["loss"] - control["after"]["wikitext2"]["loss"]
-        cells.append(f"{loss:+.3f}, {results.closed_to_control(run, 'wikitext2', control):.1f} % closed")
-        rows.append([run["name"], *cells])
-    return table([f"to `{LONG_CONTROL}`", *TARGET_TASKS, "mean", "WikiText-2 loss"], rows)
+        closed = results.closed_to_control(run, "wikitext2", control)
+        cells.append(f"{loss:+.3f}" + ("" if closed is None else f", {closed:.1f} % closed"))
+        tokens = round((run["tokens"] + run.get("corrected_teacher_tokens", 0)) / 1e6)
+        rows.append([run["name"], f"{tokens}M", *cells])
+    return table([f"to `{LONG_CONTROL}`", "tokens", *TARGET_TASKS, "mean", "WikiText-2 loss"], rows)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 TEXTS = {"books_heldout": "books", "wikitext2": "WikiText-2", "samples_heldout": "own samples"}
-# Converted layers: how much of the gap was to be closed on held-out books and on WikiText-2, and the runs, the main one first.
+# Converted layers: how much of the gap was to be closed on held-out books and on WikiText-2.
 TARGETS = {15: (99, 95), 20: (98, 95), 30: (97, 90)}
 CORRECTED = ", corrected teacher"
 OWN = ", own samples"
@@ -27,7 +27,9 @@ class Results:
         self.second_selection = optional(folder / "selection.json")  # of stories15M
         self.tasks = optional(folder / "tasks.json")
         self.pilots = [pilot for path in sorted(folder.glob("pilot-*.json")) if (pilot := optional(path))]
-        self.control = next((run for name, run in self.runs.items() if name.startswith("control")), None)
+        controls = [run for name, run in self.runs.items() if name.startswith("control")]
+        # the short one at the rate that suits an unchanged model; it is also the corrected teacher
+        self.control = min(controls, key=lambda run: (run["tokens"], run["settings"]["learning_rate"]), default=None)
 
     def original_along(self, text: str) -> float:
         """The original on the rows that are measured during a run: what its control began with."""

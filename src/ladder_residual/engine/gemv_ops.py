@@ -43,6 +43,10 @@ class GemvTiles:
     block_t: int = 64
     attention_warps: int = 8
 
+    def __post_init__(self) -> None:
+        if self.qkv.walkers and self.slices > 1:
+            raise ValueError(f"QKV by walkers takes whole rows, not {self.slices} slices of them: set slices=1")
+
     @classmethod
     def candidates(cls, sizes: RankSizes, max_context: int) -> list[GemvTiles]:
         """Sets that were best on an H200 for a 70B rank of TP=8 (one lane; one lane waiting for slow sums; two lanes) and for a whole
@@ -74,8 +78,8 @@ WIDEST_WALK = 8192  # x and two tiles must fit a thread's registers
 
 
 def _walk(rows: int, hidden: int) -> Tile:
-    """Sixteen columns a thread, 512 threads a multiprocessor. The registers they leave let the next kernel begin early and a sum
-    run beside; with two rows they take few anyway, and a limit makes the compiler use them up."""
+    """Sixteen columns a thread (fewer in the smallest models), 512 threads a multiprocessor. The registers they leave let the next
+    kernel begin early and a sum run beside; with two rows they take few anyway, and a limit makes the compiler use them up."""
     width = triton.next_power_of_2(hidden)
     warps = max(width // 512, 1)
     return Tile(rows, width, warps, walkers=16 // warps, registers=88 if rows > 2 else None)

@@ -165,7 +165,7 @@ def _whole_rows(w_ptr, block, N, k, K: tl.constexpr, ROWS: tl.constexpr, GATED: 
 
 @triton.jit
 def _fetch_rows(w_ptr, block, N, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """Asks for the block to come as far as the L2 cache, line by line of 64 weights; past the end it asks for row 0 again."""
+    """Asks for the block to come as far as the L2 cache, line by line of 64 two-byte weights; past the end it asks for row 0 again."""
     rows, channel = _rows_of(block, N, ROWS, GATED)
     line = tl.arange(0, WIDTH // 64) * 64
     places = w_ptr + tl.where(channel < N, rows, 0).to(tl.int64)[:, None] * K + tl.where(line < K, line, 0)[None, :]

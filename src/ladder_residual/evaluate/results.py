@@ -128,7 +128,7 @@ def compare(ours: Result, theirs: Result) -> list[dict[str, Any]]:
         mine, its = (result["items"].get(row["task"], {}).get(row["metric"]) for result in (ours, theirs))
         if mine and its and (mine["rows"], row["shots"]) == (its["rows"], against["shots"]):
             paired = paired_stderr(mine["values"], its["values"])
-            changed = sum(a != b for a, b in zip(mine["values"], its["values"], strict=True)) / len(mine["values"])
+            changed = sum(a != b for a, b in zip(mine["values"], its["values"], strict=True)) / max(len(mine["values"]), 1)
         elif mine and its:
             note = "the two were given different rows or shots"
         found.append(
