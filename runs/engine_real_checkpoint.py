@@ -60,12 +60,12 @@ def main() -> None:
     prompt = inputs["input_ids"].shape[1]
     full_mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(len(PROMPTS), NEW)], -1)
     rows = []
-    for wiring, dtype in ((w, d) for w in options.wirings.split(",") for d in ("bfloat16", "float16")):
+    for wiring, dtype in ((w, d) for w in options.wirings.split(",") for d in ("bfloat16", "float16", "float32")):
         tokens, seconds = {}, {}
         for kind in ("torch", "cuda"):
             model: Any = load_model(options.checkpoint, world, wiring=wiring, dtype=dtype)
             if kind == "cuda":
-                model = engine_model(model, world, batch=len(PROMPTS), max_context=prompt + NEW)
+                model = engine_model(model, world, batch=len(PROMPTS), max_context=prompt + NEW, exact=True)
             for _ in range(2):  # the first run warms up
                 if kind == "cuda":
                     model.start()

@@ -170,7 +170,7 @@ GPU = torch.device("cuda")
     [
         ({"batch": 300}, "batch 300 is outside"),
         ({"wiring": "delayed-1"}, "no delayed-1 wiring"),
-        ({"dtype": torch.float32}, "runs bfloat16 or float16, not torch.float32"),
+        ({"dtype": torch.float64}, "runs bfloat16 or float16, not torch.float64"),
         ({"free": 1}, "the KV cache of batch 2 at context 64 needs"),
         ({"size": 3}, "does not divide into tp=3"),
         ({"shape": True}, "has shape"),
@@ -218,8 +218,17 @@ def test_what_the_engine_takes_is_not_refused(kind, tied):
         )
 
 
-def pretended_gpu(check, dtype, device):
-    check(dtype, GPU)
+def pretended_gpu(check, dtype, device, **how):
+    check(dtype, GPU, **how)
+
+
+def test_float32_runs_where_it_is_asked_for():
+    """The kernels are made for weights of two bytes; float32 is there to compare."""
+    with pytest.raises(ValueError, match="not torch.float32: use --dtype bfloat16, or --engine cuda to compare"):
+        check_weights(torch.float32, GPU)
+    check_weights(torch.float32, GPU, exact=True)
+    with pytest.raises(ValueError, match="not torch.float64: use --dtype bfloat16$"):
+        check_weights(torch.float64, GPU, exact=True)
 
 
 def test_a_prompt_that_does_not_fit_the_card_is_told_in_numbers(monkeypatch):

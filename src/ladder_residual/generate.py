@@ -333,7 +333,7 @@ def with_engine(
             raise ValueError("the CUDA engine's cache cannot follow beams; use --num-beams 1")
         limit = getattr(model.config, "max_position_embeddings", context)
         sizes = {"batch": batch, "max_context": min(context, limit)}
-        return engine_model(model, world, **sizes, schedule=schedule, reducer=reducer, link=link)
+        return engine_model(model, world, **sizes, schedule=schedule, reducer=reducer, link=link, exact=kind == "cuda")
     except ValueError as error:
         if kind == "cuda":
             raise

@@ -188,6 +188,13 @@ SCALINGS = [
 ]
 
 
+@parametrize("wiring", ["standard", "ladder", "desync-2x"])
+@parametrize("batch", [1, 3])
+def test_float32(wiring: str, batch: int) -> None:
+    """Nothing but the order of additions differs."""
+    assert worst_error(SHAPE, wiring, batch=batch, link="5us", dtype=torch.float32) <= 1e-5
+
+
 @parametrize("sizes", ODD_SIZES)
 @parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_odd_sizes_and_dtypes(sizes: dict, dtype: torch.dtype) -> None:

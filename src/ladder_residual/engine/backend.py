@@ -104,9 +104,10 @@ def engine_model(
     schedule: str = "auto",
     reducer: str = "nccl",
     link: Link | None = None,
+    exact: bool = False,
 ) -> EngineModel:
     """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it.
-    With a ``link`` the other ranks of ``world`` are not there: sums are copies that last as long as it says."""
+    With a ``link`` the other ranks of ``world`` are not there: sums are copies that last as long as it says. ``exact`` lets float32 in."""
     from .decoder import DecodeEngine, check_request, check_weights, require_memory
 
     if world.device.type != "cuda":
@@ -116,7 +117,7 @@ def engine_model(
     def checked() -> EngineSpec:
         spec = EngineSpec.from_hf(model.config.to_dict(), max_context=max_context)
         check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=world.size, rank=world.rank)
-        check_weights(dtype, next(model.parameters()).device)
+        check_weights(dtype, next(model.parameters()).device, exact=exact)
         sizes = RankSizes.of(spec.shape, world.size, world.rank)
         require_memory(sizes, dtype, world.device, batch=batch, max_context=max_context)
         check_shapes(spec, sizes, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})

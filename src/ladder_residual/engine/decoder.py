@@ -36,6 +36,7 @@ from .streams import CudaStreams
 from .weights import RankWeights, stack_weights
 
 DTYPES = (torch.bfloat16, torch.float16)
+EXACT = torch.float32  # for comparisons that must not hang on rounding; the kernels are made for two bytes a weight
 MAX_BATCH = 256
 # Of batches 2 to 16: cuBLAS, kernels of our own, or what is faster at start-up.
 PRODUCTS = ("cublas", "triton", "auto")
@@ -64,7 +65,9 @@ class DecodeEngine:
             weights if isinstance(weights, RankWeights) else stack_weights(spec, self.sizes, weights, release=release)
         )
         self.device = self.weights.device
-        check_weights(self.weights.dtype, self.device)
+        check_weights(self.weights.dtype, self.device, exact=True)
+        if products == "triton" and self.weights.dtype == EXACT:
+            raise ValueError(f"products of our own run bfloat16 or float16, not {EXACT}: use products='cublas'")
         self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups, dtype=self.weights.dtype, device=self.device)
         self._groups = groups
         self._leave = leave_multiprocessors
@@ -203,7 +206,7 @@ class DecodeEngine:
         tiles: list[Tiles] = [None]
         if self.batch == 1:
             tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
-        elif products != "cublas" and self.batch in BATCHES:
+        elif products != "cublas" and self.batch in BATCHES and self.weights.dtype != EXACT:
             tiles = [*([None] if products == "auto" else []), *RowTiles.candidates(self.sizes)]
         best: tuple[float, str] | None = None
         if len(schedules) * len(tiles) > 1:
@@ -306,11 +309,12 @@ def check_request(
     plan_steps(wiring, lanes=SCHEDULES.get(schedule, 1))
 
 
-def check_weights(dtype: torch.dtype, device: torch.device) -> None:
+def check_weights(dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> None:
     if device.type != "cuda":
         raise ValueError(f"the CUDA engine needs weights on a GPU, they are on {device}: use the slow path")
-    if dtype not in DTYPES:
-        raise ValueError(f"the CUDA engine runs bfloat16 or float16, not {dtype}: use --dtype bfloat16")
+    if dtype not in DTYPES and not (exact and dtype == EXACT):
+        asked = ", or --engine cuda to compare" if dtype == EXACT else ""
+        raise ValueError(f"the CUDA engine runs bfloat16 or float16, not {dtype}: use --dtype bfloat16{asked}")
 
 
 def require_memory(sizes: RankSizes, dtype: torch.dtype, device: torch.device, *, batch: int, max_context: int) -> None:

@@ -112,12 +112,12 @@ def decode_attention(
         valid_next = start + BLOCK_T + tokens < end
         k_next = tl.load(k_ptrs + ahead * DIM, mask=valid_next[:, None], other=0.0)
         v_next = tl.load(v_ptrs + ahead * DIM, mask=valid_next[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k))
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # of float32; narrower ones are as they are
         scores = tl.where((start + tokens < end)[None, :], scores, float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         p = tl.exp(scores - new_top[:, None])
         fade = tl.exp(top - new_top)
-        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v)
+        acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         total = total * fade + tl.sum(p, axis=1)
         top = new_top
         k = k_next
