@@ -153,6 +153,15 @@ def test_a_missed_target_is_shown() -> None:
     assert "commit abc (batch 1 by others)." in earlier
 
 
+def test_equal_tokens_of_a_dtype_and_of_float32_are_told_apart() -> None:
+    run = {"benchmark": "generate", "emulated": False, "model": "smollm2", "tp": 1, "machine": "some CPU", "torch": "2"}
+    half = {"wiring": "ladder, float16", "tokens": 8, "equal_tokens": 4}
+    page = render([{**run, "rows": [half]}, {**run, "interpreted": True, "rows": [{**half, "equal_tokens": 8}]}])
+    assert "| greedy tokens of SmolLM2 equal to transformers' | 1 | 0.500 | missed" in page
+    assert "| greedy tokens of SmolLM2 equal in float32, the kernels interpreted on a CPU | 1 | 1.000 | reached |" in page
+    assert "some CPU, torch 2, None, commit None." in page
+
+
 def test_spread() -> None:
     assert spread([5.0, 1.0, 2.0, 3.0, 4.0]) == {"p10_ms": 1.0, "p90_ms": 5.0, "runs": 5}
 

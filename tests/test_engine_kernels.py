@@ -18,6 +18,7 @@ pytest.importorskip("triton")
 
 from ladder_residual.config import Wiring
 from ladder_residual.engine import row_ops
+from ladder_residual.engine._triton import mend_interpreter
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
@@ -33,20 +34,7 @@ from ladder_residual.engine.weights import random_weights, stack_weights
 from ladder_residual.presets import ModelShape
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are tested in tests/gpu")
-
-
-@pytest.fixture(autouse=True)
-def _interpreter_with_numpy_2_4(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6's interpreter converts one-element arrays with int(), which numpy 2.4 refuses."""
-    from triton.runtime import interpreter
-
-    original = interpreter._patch_lang_tensor
-
-    def patched(tensor, scope):
-        original(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-    monkeypatch.setattr(interpreter, "_patch_lang_tensor", patched)
+mend_interpreter()
 
 
 def shape(family: str = "llama", **sizes: int) -> ModelShape:

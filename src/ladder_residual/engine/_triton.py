@@ -32,4 +32,21 @@ except ImportError:
 
     triton = tl = tl_cuda = _Missing()
 
-__all__ = ["HAVE_TRITON", "tl", "tl_cuda", "triton"]
+
+def mend_interpreter() -> None:
+    """Triton 3.6's interpreter converts one-element arrays with int(), which numpy 2.4 refuses. For those who run kernels on it."""
+    from triton.runtime import interpreter
+
+    original = interpreter._patch_lang_tensor
+    if hasattr(original, "mended"):
+        return
+
+    def patched(tensor: Any, scope: Any) -> None:
+        original(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+    patched.mended = True  # type: ignore[attr-defined]
+    interpreter._patch_lang_tensor = patched
+
+
+__all__ = ["HAVE_TRITON", "mend_interpreter", "tl", "tl_cuda", "triton"]
