@@ -79,7 +79,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/engine"))
     parser.add_argument("--wirings", default="standard,ladder:last-half,ladder")
     parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--new", type=int, default=8, help="tokens of each; one takes the interpreter about 15 s")
+    parser.add_argument("--new", type=int, default=8, help="tokens of each; one takes the interpreter some 20 s")
     options = parser.parse_args()
     from transformers import AutoTokenizer
 
