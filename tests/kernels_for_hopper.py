@@ -71,6 +71,7 @@ def compile_kernel(kernel, args, warps, constants, registers=None):
         "early": "griddepcontrol.wait" in ptx,
         "tensor_cores": "mma" in ptx,
         "copies_ahead": "cp.async" in ptx,
+        "copies_before_the_wait": made.asm["ttgir"].partition("griddepcontrol.wait")[0].count("ttg.async_copy_global_to_local"),
     }
     print(json.dumps(line), flush=True)
 

@@ -93,9 +93,12 @@ def test_one_token_kernels(family: str, slices: int, splits: int, depth: int) ->
     assert step_against_reference(spec, Wiring.parse("ladder", 2), 1, 19, lambda *a: GemvOps(*a, made, pdl=0)) < 2e-5
 
 
+@pytest.mark.parametrize("shared", [0, 3])
 @pytest.mark.parametrize(("spec", "rows"), [("ladder", 2), ("parallel", 4), ("desync-2x", 8)])
-def test_programs_that_walk_over_the_rows(spec: str, rows: int) -> None:
-    walk = Tile(rows, 128, 1, walkers=1)  # two programs: each takes several blocks of rows, the last one not full
+def test_programs_that_walk_over_the_rows(spec: str, rows: int, shared: int) -> None:
+    walk = Tile(
+        rows, 128, 1, walkers=1, shared=shared
+    )  # two programs: each takes several blocks of rows, the last one not full
     made = replace(tiles(1, 2), qkv=walk, gate_up=walk, head=walk)
     sizes = shape(hidden_size=72, intermediate_size=44, num_heads=4, num_kv_heads=2)  # no power of two
     worst = step_against_reference(EngineSpec.from_shape(sizes), Wiring.parse(spec, 2), 1, 5,
@@ -260,6 +263,7 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
     assert {made["kernel"] for made in compiled} >= {
         "norm_project",
         "norm_walk",
+        "norm_walk_shared",
         "output_project",
         "project_rows",
         "decode_attention",
@@ -271,3 +275,5 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
         assert made["tensor_cores"] == (made["kernel"] in ("project_rows", "decode_attention")), made
         if made["kernel"] == "project_rows" and made["constants"]["K"] > 2 * made["constants"]["BLOCK_K"]:
             assert made["copies_ahead"], made
+        if made["kernel"] == "norm_walk_shared":  # its first tiles are asked for before the previous kernel has ended
+            assert made["copies_before_the_wait"] == made["constants"]["TILES"], made

@@ -141,8 +141,8 @@ def test_every_set_of_tiles_for_one_token(family: str, hidden: int, index: int) 
     """Those that are timed at start-up, one by one; in two lanes, where each kernel runs beside others."""
     candidates = GemvTiles.candidates
 
-    def one(sizes: RankSizes, length: int) -> list[GemvTiles]:
-        sets = candidates(sizes, length)
+    def one(sizes: RankSizes, length: int, itemsize: int) -> list[GemvTiles]:
+        sets = candidates(sizes, length, itemsize)
         assert len(sets) == (5 if hidden == 2048 else 4), "the table above misses some"
         return sets[index % len(sets) :][:1]
 
@@ -316,7 +316,7 @@ def _raises(text: str, call) -> None:
 
 
 def small() -> int:
-    """Each kernel and schedule once, on models of two layers: the wider one has QKV in slices and rows fetched ahead."""
+    """Each kernel and schedule once, on models of two layers: the wider one has QKV in slices and tiles in shared memory."""
     shape = replace(SHAPE, num_layers=2, hidden_size=512, intermediate_size=768, num_heads=4, num_kv_heads=2, vocab_size=256)
     wide = replace(shape, hidden_size=2048)
     worst = worst_error(wide, "ladder", context=70, steps=2, schedule="one", link="5us")

@@ -205,7 +205,8 @@ class DecodeEngine:
         schedules = possible if schedule == "auto" else [schedule]
         tiles: list[Tiles] = [None]
         if self.batch == 1:
-            tiles = [self._tiles] if self._tiles else [*GemvTiles.candidates(self.sizes, self.max_context)]
+            made = GemvTiles.candidates(self.sizes, self.max_context, self.weights.dtype.itemsize)
+            tiles = [self._tiles] if self._tiles else [*made]
         elif products != "cublas" and self.batch in BATCHES and self.weights.dtype != EXACT:
             tiles = [*([None] if products == "auto" else []), *RowTiles.candidates(self.sizes)]
         best: tuple[float, str] | None = None

@@ -48,7 +48,8 @@ class Executor:
         self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
         self._slots = {step.output: index % RING for index, step in enumerate(plan.steps)}
         self._by_output = {step.output: step for step in plan.steps}
-        self._sum_launchers = [Launcher(), Launcher()]
+        carveout = ops.launchers[0].carveout if ops.launchers else None
+        self._sum_launchers = [Launcher(carveout=carveout) for _ in range(2)]
         widest = max(len(step.absorbs) for step in (*plan.steps, plan.final))
         assert widest <= MAX_ABSORBS, f"a step absorbs {widest} outputs, the kernels take {MAX_ABSORBS}"
 

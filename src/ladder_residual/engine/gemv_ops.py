@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ._triton import triton
 from .cache import KVCache
+from .carveout import set_carveout
 from .lane import Lane
 from .multiprocessors import multiprocessors
 from .schedule import Step
@@ -25,7 +26,7 @@ class Tile:
     warps: int
     depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
     walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
-    fetched: int = 0  # of walkers: further tiles asked for into the L2 cache before their input is there
+    shared: int = 0  # of walkers: tiles in shared memory, requested before their input is there; 0: one, in registers
     registers: int | None = None  # of a thread, at most; None: the compiler's choice
 
 
@@ -42,13 +43,16 @@ class GemvTiles:
     splits: int  # programs per KV head in attention
     block_t: int = 64
     attention_warps: int = 8
+    carveout: int | None = (
+        None  # per cent of L1 that all kernels of a step give to shared memory (carveout.py); None: each its own
+    )
 
     def __post_init__(self) -> None:
         if self.qkv.walkers and self.slices > 1:
             raise ValueError(f"QKV by walkers takes whole rows, not {self.slices} slices of them: set slices=1")
 
     @classmethod
-    def candidates(cls, sizes: RankSizes, max_context: int) -> list[GemvTiles]:
+    def candidates(cls, sizes: RankSizes, max_context: int, itemsize: int = 2) -> list[GemvTiles]:
         """Sets that were best on an H200 for a 70B rank of TP=8 (one lane; one lane waiting for slow sums; two lanes) and for a whole
         8B model. Which one wins depends on the shard and on what else is on the card, so the engine times them at start-up."""
         slices = 2 if sizes.hidden % 2048 == 0 and sizes.qkv_width * sizes.hidden <= 1 << 24 else 1
@@ -69,7 +73,8 @@ class GemvTiles:
             walk, down = _walk(4, hidden), _tile(8, 4, 1, ff)
             one = replace(rank[0], gate_up=walk, down=down)
             two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
-            rank = [one, replace(one, gate_up=replace(walk, fetched=2)), two, rank[0]]
+            waiting = replace(one, gate_up=replace(walk, shared=3, registers=None), carveout=100)
+            rank = [one, *([waiting] if itemsize == 2 else []), two, rank[0]]
             whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
         return rank + whole[:1] if few_rows else whole + rank[:1]
 
@@ -115,6 +120,7 @@ class Launcher:
 
     pdl: int = 1  # 0: off; 1: the next kernel may start with this one; 2: once this one's input is there
     dependent: bool = False
+    carveout: int | None = None  # GemvTiles
 
     def __call__(
         self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
@@ -125,7 +131,7 @@ class Launcher:
         if self.pdl and self.dependent:
             options["launch_pdl"] = True
         constants["PDL"] = int(self.pdl)
-        kernel[grid](*args, **constants, **options)
+        set_carveout(kernel[grid](*args, **constants, **options), self.carveout)
         self.dependent = True  # the next kernel on this stream may lean on this one, unless an event comes between
 
 
@@ -149,7 +155,7 @@ class GemvOps:
         self.spec, self.sizes, self.weights, self.cache, self.tiles = spec, sizes, weights, cache, tiles
         self.pdl = pdl
         device = weights.device
-        self.launchers = [Launcher(pdl), Launcher(pdl)]
+        self.launchers = [Launcher(pdl, carveout=tiles.carveout) for _ in range(2)]
         self._multiprocessors = multiprocessors(device)
         make = torch.empty
         self._qkv = make(
@@ -196,11 +202,15 @@ class GemvOps:
         rows = weight.shape[0] // 2 if gated else weight.shape[0]
         per_program = tile.rows // 2 if gated else tile.rows
         if tile.walkers:
+            programs = walking(triton.cdiv(rows, per_program), tile.walkers * self._multiprocessors)
+            kernel, constants = self._project.norm_walk, {}
+            if tile.shared:
+                kernel, piece = self._project.norm_walk_shared, triton.cdiv(self.sizes.hidden, programs)
+                constants = {"TILES": tile.shared, "PIECE": triton.next_power_of_2(piece)}
             self.launchers[step.lane](
-                self._project.norm_walk, (walking(triton.cdiv(rows, per_program), tile.walkers * self._multiprocessors),),
-                old, *deltas, new, norm, weight, out, self.spec.norm_eps, rows,
-                K=self.sizes.hidden, WIDTH=tile.block_k, ROWS=tile.rows, FETCHED=tile.fetched, KEEP=step.keeps_stream,
-                DELTAS=len(absorbed), GATED=gated, warps=tile.warps, registers=tile.registers,
+                kernel, (programs,), old, *deltas, new, norm, weight, out, self.spec.norm_eps, rows,
+                K=self.sizes.hidden, WIDTH=tile.block_k, ROWS=tile.rows, KEEP=step.keeps_stream, DELTAS=len(absorbed), GATED=gated,
+                **constants, warps=tile.warps, registers=tile.registers,
             )  # fmt: skip
             return
         self.launchers[step.lane](

@@ -2,6 +2,7 @@
 
 ``norm_project``   absorb outputs + RMSNorm + projection (QKV in slices of K, gate/up with SiLU, head)
 ``norm_walk``      the same by programs that hold all of x and walk over the rows, so that x is read once a program
+``norm_walk_shared`` the same with several tiles in shared memory, requested while the input is still awaited
 ``output_project`` projection of attention's or the MLP's inner vector + what desync and parallel add to the message
 
 The norm costs no pass of its own: y = (W . (g * x)) * rsqrt(mean(x^2) + eps), so the sum of squares is collected while the
@@ -164,14 +165,16 @@ def _whole_rows(w_ptr, block, N, k, K: tl.constexpr, ROWS: tl.constexpr, GATED: 
 
 
 @triton.jit
-def _fetch_rows(w_ptr, block, N, K: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """Asks for the block to come as far as the L2 cache, line by line of 64 two-byte weights; past the end it asks for row 0 again."""
-    rows, channel = _rows_of(block, N, ROWS, GATED)
-    line = tl.arange(0, WIDTH // 64) * 64
-    places = w_ptr + tl.where(channel < N, rows, 0).to(tl.int64)[:, None] * K + tl.where(line < K, line, 0)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [places.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
+def _finish_block(
+    w, x, rms, block, N, out_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, GATED: tl.constexpr
+):
+    """A walker's block of rows times x, stored."""
+    y = tl.sum(_sum_neighbours(w.to(tl.float32) * x[None, :], ROWS, WIDTH), axis=1) * rms
+    channel = block * PER + tl.arange(0, PER)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, [PER, 2]))
+        y = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=channel < N)
 
 
 @triton.jit
@@ -189,7 +192,6 @@ def norm_walk(
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # K rounded up to a power of two
     ROWS: tl.constexpr,
-    FETCHED: tl.constexpr,  # blocks after the first that are asked for into the L2 cache above the wait
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
     GATED: tl.constexpr,
@@ -198,9 +200,6 @@ def norm_walk(
     own, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, WIDTH)
     w = _whole_rows(w_ptr, own, N, k, K, ROWS, GATED)
-    if PDL > 0:
-        for i in tl.static_range(FETCHED):
-            _fetch_rows(w_ptr, own + (1 + i) * programs, N, K, WIDTH, ROWS, GATED)
     g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
     _after_the_previous_kernel(PDL)
     x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS)
@@ -211,13 +210,54 @@ def norm_walk(
     PER: tl.constexpr = ROWS // 2 if GATED else ROWS
     for block in range(own, tl.cdiv(N, PER), programs):
         ahead = _whole_rows(w_ptr, block + programs, N, k, K, ROWS, GATED)
-        y = tl.sum(_sum_neighbours(w.to(tl.float32) * x[None, :], ROWS, WIDTH), axis=1) * rms
-        channel = block * PER + tl.arange(0, PER)
-        if GATED:
-            gate, up = tl.split(tl.reshape(y, [PER, 2]))
-            y = gate * tl.sigmoid(gate) * up
-        tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=channel < N)
+        _finish_block(w, x, rms, block, N, out_ptr, ROWS, WIDTH, PER, GATED)
         w = ahead
+
+
+@triton.jit
+def norm_walk_shared(
+    x_ptr,  # as in norm_project
+    d0_ptr,
+    d1_ptr,
+    d2_ptr,
+    x_out_ptr,
+    norm_ptr,
+    w_ptr,
+    out_ptr,  # (N)
+    eps,
+    N,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # K rounded up to a power of two
+    PIECE: tl.constexpr,  # of the new stream, that each program stores: a power of two
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,  # in shared memory
+    KEEP: tl.constexpr,
+    DELTAS: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The wait stands inside the loop because the compiler then copies the first TILES blocks into shared memory ahead of it. Every
+    program has a block, or its piece of the stream would not be stored."""
+    own, programs = tl.program_id(0), tl.num_programs(0)
+    k = tl.arange(0, WIDTH)
+    x = tl.zeros([WIDTH], tl.float32)
+    rms = 0.0
+    PER: tl.constexpr = ROWS // 2 if GATED else ROWS
+    for block in tl.range(own, tl.cdiv(N, PER), programs, num_stages=TILES + 1):
+        w = _whole_rows(w_ptr, block, N, k, K, ROWS, GATED)
+        if block == own:
+            g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+            _after_the_previous_kernel(PDL)
+            x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS)
+            if DELTAS > 0:  # read again rather than stored out of x, which would take registers that spill
+                size = tl.cdiv(K, programs)
+                i = tl.arange(0, PIECE)
+                inside = (i < size) & (own * size + i < K)
+                piece = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, own * size + i, inside, KEEP, DELTAS)
+                tl.store(x_out_ptr + own * size + i, piece, mask=inside)
+            rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+            x = x * g.to(tl.float32)
+        _finish_block(w, x, rms, block, N, out_ptr, ROWS, WIDTH, PER, GATED)
 
 
 @triton.jit

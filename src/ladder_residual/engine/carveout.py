@@ -1,0 +1,37 @@
+"""How a multiprocessor's memory is divided between L1 cache and shared memory.
+
+Kernels that differ in it cannot be on a multiprocessor together: it must first be empty. A kernel with large tiles in shared memory
+would thus neither begin while the one before it ends nor let the next one begin early. Where a step has such a kernel, all of
+its kernels ask for the same division.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+from typing import Any
+
+PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+DRIVERS_CHOICE = -1
+_asked: dict[int, int] = {}  # by function: the driver keeps it with the function, which several engines may share
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def set_carveout(compiled: Any, percent: int | None) -> None:
+    """For the launches of a compiled kernel from here on. Only speed hangs on it, so a driver without it changes nothing; nor does the
+    interpreter, which compiles no kernel."""
+    function = getattr(compiled, "function", None)
+    wanted = DRIVERS_CHOICE if percent is None else percent
+    if function is None or _asked.get(function, DRIVERS_CHOICE) == wanted:
+        return
+    driver = _driver()
+    if driver is not None:
+        driver.cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, wanted)
+    _asked[function] = wanted
