@@ -105,7 +105,8 @@ class NoSum(EmulatedReducer):
 
     def reduce(self, message, total, lane, launch):
         arguments = (message, total, message.numel(), 24000)
-        compile_kernel(kernels_small.copy_that_lasts, arguments, 8, {"BLOCK": 2048, "PDL": 1})
+        for piece in (2048, 32768):  # of small messages and of large ones
+            compile_kernel(kernels_small.copy_that_lasts, arguments, 8, {"BLOCK": piece, "PDL": 1})
 
 
 if __name__ == "__main__":

@@ -50,8 +50,6 @@ def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
     best = max((r["read_bandwidth_tb_s"] for r in [*steps, *whole]), default=1.0)
     for result in steps:
         for row in result["rows"]:
-            if row["batch"] == 1 and "earlier_kernels" in result:
-                continue
             share = row["roofline_share"] * result["read_bandwidth_tb_s"] / best
             rows.setdefault((row["batch"], row["link"], row["wiring"]), []).append({**row, "share_of_best": share})
     peers = [{row["engine"]: row for row in result["rows"]} for result in whole]
@@ -82,7 +80,7 @@ def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
         "## Targets",
         "",
         "Llama-3-70B, rank of TP=8, emulated, batch 1, context 1280 unless said; one value a run. Roofline shares are of the read",
-        f"bandwidth of the same run; cards differ, and {best} TB/s was the best of them. Batch 1 by earlier kernels is left out.",
+        f"bandwidth of the same run; cards differ, and {best} TB/s was the best of them.",
         "",
     ]
     lines += ["| figure | target | measured | |", "|---|---|---|---|"]
@@ -98,16 +96,19 @@ def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(
             f"| {what} | >= {target:.2f} | {', '.join(map(_cell, measured)) or '-'} | {verdict if measured else '-'} |"
         )
-    starts = [max(row["startup_s"] for row in result["rows"]) for result in steps if "earlier_kernels" not in result]
+    starts = [max(row["startup_s"] for row in result["rows"]) for result in steps]
     if starts:
         lines.append(f"| slowest start of an engine, s | <= 20 | {', '.join(map(_cell, starts))} | {_verdict(starts, 20)} |")
     real = [result for result in results if result["benchmark"] == "generate" and result["model"] == "smollm2"]
-    for how, interpreted in (("equal to transformers'", False), ("equal in float32, the kernels interpreted on a CPU", True)):
-        chosen = [row for result in real if result.get("interpreted", False) == interpreted for row in result["rows"]]
-        shares = [row["equal_tokens"] / row["tokens"] for row in chosen]
-        if shares:
-            equal = "reached" if min(shares) == 1 else "missed: below, with what float32 would choose"
-            lines.append(f"| greedy tokens of SmolLM2 {how} | 1 | {', '.join(map(_cell, shares))} | {equal} |")
+    chosen: dict[str, list[float]] = {}
+    for result in real:
+        for row in result["rows"]:
+            exact = ", float32" if row["wiring"].endswith("float32") else ""
+            where = ", the kernels interpreted on a CPU, float32" if result.get("interpreted") else exact
+            chosen.setdefault(where, []).append(row["equal_tokens"] / row["tokens"])
+    for where, shares in chosen.items():
+        equal = "reached" if min(shares) == 1 else "missed: below, with what float32 would choose"
+        lines.append(f"| greedy tokens of SmolLM2 equal to transformers'{where} | 1 | {', '.join(map(_cell, shares))} | {equal} |")
     return [*lines, ""]
 
 
@@ -123,8 +124,7 @@ def _section(result: dict[str, Any]) -> list[str]:
         facts.append(f"read bandwidth {result['read_bandwidth_tb_s']} TB/s")
     versions = [f"{name} {result[name]}" for name in ("torch", "triton") if result.get(name)]
     made = ", ".join([str(result.get("gpu") or result.get("machine")), *versions, str(result.get("date"))])
-    earlier = f" ({result['earlier_kernels']})" if "earlier_kernels" in result else ""
-    lines = [f"## {title}", "", f"{', '.join(facts)}. {made}, commit {result.get('commit')}{earlier}.", ""]
+    lines = [f"## {title}", "", f"{', '.join(facts)}. {made}, commit {result.get('commit')}.", ""]
     lines += _table(_COLUMNS[result["benchmark"]], result["rows"])
     if result.get("peers"):
         lines += ["What a user would have otherwise, in the same run:", "", *_table(_PEER_COLUMNS, result["peers"])]

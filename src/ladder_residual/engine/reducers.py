@@ -16,6 +16,7 @@ from .gemv_ops import Launcher
 REAL_REDUCERS = ("nccl", "symm")
 ONE_SHOT_BYTES = 256 << 10  # where torch's own choice between the two lies
 COPIED = 2048  # elements of a message that one program of an emulated sum copies at a time
+LARGE = 64 * COPIED  # elements; of larger messages 16 times as many, or copying them would outlast the link
 SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)
 
 
@@ -62,8 +63,9 @@ class EmulatedReducer(NoReducer):
 
         size = message.numel() * message.element_size()
         nanoseconds = round(1000 * self.link.microseconds(size))
-        programs = min(self.multiprocessors, -(-message.numel() // COPIED))  # none without a piece of the message
-        launch(copy_that_lasts, (programs,), message, total, message.numel(), nanoseconds, BLOCK=COPIED, warps=8)
+        piece = COPIED if message.numel() <= LARGE else 16 * COPIED
+        programs = min(self.multiprocessors, -(-message.numel() // piece))  # none without a piece of the message
+        launch(copy_that_lasts, (programs,), message, total, message.numel(), nanoseconds, BLOCK=piece, warps=8)
 
 
 class NcclReducer(NoReducer):
