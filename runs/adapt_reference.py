@@ -5,8 +5,9 @@
     pip install mwparserfromhell
     python runs/adapt_reference.py PACKAGES TEXTS/reference.jsonl.xz --wikitext TEXTS/wikitext2_test.raw.xz
 
-105 Wikipedia articles (gensim's test data, CC BY-SA), the Free On-line Dictionary of Computing (GFDL), a few pages of An Anarchist FAQ (GFDL, GPL;
-those the package does not compress) and the Debian Reference (GPL), as one text. No article of WikiText-2's test is among them: the script refuses to write one.
+105 Wikipedia articles (gensim's test data, CC BY-SA), the Free On-line Dictionary of Computing (GFDL), a few pages of An
+Anarchist FAQ (GFDL, GPL; those the package does not compress) and the Debian Reference (GPL), as one text. No article of
+WikiText-2's test is among them: the script refuses to write one.
 """
 
 from __future__ import annotations

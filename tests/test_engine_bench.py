@@ -13,7 +13,7 @@ import torch
 
 from ladder_residual.bench.gpu import bench_decode, bench_e2e, bench_prefill
 from ladder_residual.bench.gpu_peers import Peers
-from ladder_residual.bench.gpu_report import main, render, spread
+from ladder_residual.bench.gpu_report import main, render, spread, sums_that_outlast_their_link
 from ladder_residual.bench.peers_plain import PlainDecoder
 from ladder_residual.bench.peers_transformers import transformers_model
 from ladder_residual.config import Wiring
@@ -134,6 +134,22 @@ def test_the_page_is_what_the_results_say() -> None:
         assert ("(emulated)" in render([result])) == (result["tp"] > 1)
 
 
+def test_no_emulated_sum_of_a_result_outlasted_its_link() -> None:
+    checked = 0
+    for file in sorted((ROOT / "results" / "engine").glob("*.json")):
+        result = json.loads(file.read_text())
+        if result["benchmark"] == "decode" or (result["benchmark"] == "prefill" and "link_us" in result["rows"][0]):
+            assert sums_that_outlast_their_link(result["rows"], result["layers"]) == [], file.name
+            checked += len(result["rows"])
+    assert checked > 100
+    step = {"batch": 64, "link": "none", "link_us": 0.0, "wiring": "standard", "ms_per_token": 7.897}
+    rows = [step, {**step, "link": "5us", "link_us": 5.0, "ms_per_token": 9.275}, {**step, "link": "18us", "link_us": 18.0}]
+    (note,) = sums_that_outlast_their_link([*rows, {**rows[1], "wiring": "ladder", "ms_per_token": 99.0}], 80)
+    assert note.startswith("batch 64, 5us: sums lasted 8.6 us where the link says 5.0")
+    prompts = [{**row, "ms": row.pop("ms_per_token")} for row in rows]
+    assert sums_that_outlast_their_link(prompts, 80) == [note]
+
+
 def test_a_missed_target_is_shown() -> None:
     row = {"batch": 1, "link": "5us", "wiring": "ladder", "over_standard": 1.1, "roofline_share": 0.9, "startup_s": 21.0}
     quiet = {**row, "link": "none", "wiring": "standard", "startup_s": 1.0}
@@ -157,7 +173,10 @@ def test_equal_tokens_of_a_dtype_and_of_float32_are_told_apart() -> None:
     page = render([{**run, "rows": [half, {**whole, "equal_tokens": 7}]}, {**run, "interpreted": True, "rows": [whole]}])
     assert "| greedy tokens of SmolLM2 equal to transformers' | 1 | 0.500 | missed" in page
     assert "| greedy tokens of SmolLM2 equal to transformers', float32 | 1 | 0.875 | missed" in page
-    assert "| greedy tokens of SmolLM2 equal to transformers', the kernels interpreted on a CPU, float32 | 1 | 1.000 | reached |" in page
+    assert (
+        "| greedy tokens of SmolLM2 equal to transformers', the kernels interpreted on a CPU, float32 | 1 | 1.000 | reached |"
+        in page
+    )
     assert "some CPU, torch 2, None, commit None." in page
 
 

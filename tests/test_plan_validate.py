@@ -192,7 +192,9 @@ def test_the_results_of_this_repository_are_within_their_bounds():
 
 
 def test_the_shipped_engine_is_the_one_that_was_measured():
-    points = [p for p in result_points(repository_results(ROOT)[0], "engine", shipped()) if p.group == "llama-3-70b, fused on h200"]
+    points = [
+        p for p in result_points(repository_results(ROOT)[0], "engine", shipped()) if p.group == "llama-3-70b, fused on h200"
+    ]
     quiet = {(p.batch, p.wiring): p for p in points if p.case.link.alpha_us == 0 and p.role == "fit"}
     for field, batch in (("module_us", 1), ("module_us_batched", 16)):
         point = quiet[batch, "standard"]

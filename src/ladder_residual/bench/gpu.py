@@ -25,7 +25,7 @@ from ..plan.models import resolve_model
 from ..presets import ModelShape
 from .environment import environment
 from .gpu_peers import Peers
-from .gpu_report import spread
+from .gpu_report import spread, sums_that_outlast_their_link
 from .timing import time_calls, time_on_device
 
 DTYPE = torch.bfloat16
@@ -140,6 +140,7 @@ def bench_decode(
     for row in [*rows, *others.rows]:
         floor_ms = 1e3 * shard.bytes_per_step(row["batch"], context) / bandwidth
         row["roofline_share"] = round(floor_ms / row["ms_per_token"], 4)
+    others.notes += sums_that_outlast_their_link(rows, shard.sizes.layers)
     return {
         "benchmark": "decode",
         "emulated": tp > 1,
@@ -197,6 +198,7 @@ def bench_prefill(
         torch.cuda.empty_cache()
         if peers:
             others.prefill(link_name, batch=batch, prompt=prompt, repeats=repeats)
+    others.notes += sums_that_outlast_their_link(rows, shard.sizes.layers)
     return {
         "benchmark": "prefill", "emulated": tp > 1, "model": shard.name, "tp": tp, "prompt": prompt,
         "layers": shard.sizes.layers, "rows": rows, **others.compared(rows, "ms"), **environment(),
