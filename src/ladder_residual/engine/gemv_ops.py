@@ -43,9 +43,7 @@ class GemvTiles:
     splits: int  # programs per KV head in attention
     block_t: int = 64
     attention_warps: int = 8
-    carveout: int | None = (
-        None  # per cent of L1 that all kernels of a step give to shared memory (carveout.py); None: each its own
-    )
+    carveout: int | None = None  # per cent of L1 that all kernels give to shared memory (carveout.py); None: each its own
 
     def __post_init__(self) -> None:
         if self.qkv.walkers and self.slices > 1:
@@ -69,13 +67,14 @@ class GemvTiles:
             cls(_tile(8, 2, 1, qkv), _tile(4, 4, 1, inner), _tile(4, 4, 1, hidden), _tile(4, 8, 1, ff), head, slices, splits),
             cls(_tile(4, 4, 1, qkv), _tile(8, 2, 1, inner), _tile(8, 4, 1, hidden), _tile(8, 2, 2, ff), head, slices, half),
         ]
-        if hidden <= WIDEST_WALK:
-            walk, down = _walk(4, hidden), _tile(8, 4, 1, ff)
-            one = replace(rank[0], gate_up=walk, down=down)
-            two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
-            waiting = replace(one, gate_up=replace(walk, shared=3, registers=None), carveout=100)
-            rank = [one, *([waiting] if itemsize == 2 else []), two, rank[0]]
-            whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
+        if hidden > WIDEST_WALK:
+            return rank + whole if few_rows else whole + rank
+        walk, down = _walk(4, hidden), _tile(8, 4, 1, ff)
+        one = replace(rank[0], gate_up=walk, down=down)
+        two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
+        waiting = replace(one, gate_up=replace(walk, shared=3, registers=None), carveout=100)
+        rank = [one, *([waiting] if itemsize == 2 else []), two, rank[0]]
+        whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
         return rank + whole[:1] if few_rows else whole + rank[:1]
 
 
