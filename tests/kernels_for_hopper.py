@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ladder_residual.config import Wiring
-from ladder_residual.engine import kernels_prompt, kernels_small
+from ladder_residual.engine import gemv_ops, kernels_prompt, kernels_small
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
@@ -34,6 +34,7 @@ SHAPE = ModelShape(  # a rank of Llama-3-70B at tp=8, two layers of it
 )  # fmt: skip
 spec, sizes = EngineSpec.from_shape(SHAPE), RankSizes.of(SHAPE, 8, 0)
 weights = stack_weights(spec, sizes, random_weights(spec, 8, 0, torch.bfloat16, "cpu"))  # never multiplied, but sized
+gemv_ops.multiprocessors = lambda device: 132  # of an H200: how many programs walk, and what each of them stores
 seen = set()
 
 

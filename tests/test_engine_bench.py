@@ -134,7 +134,7 @@ def test_the_page_is_what_the_results_say() -> None:
         assert ("(emulated)" in render([result])) == (result["tp"] > 1)
 
 
-def test_no_emulated_sum_of_a_result_outlasted_its_link() -> None:
+def test_standard_waits_for_no_emulated_sum_longer_than_its_link() -> None:
     checked = 0
     for file in sorted((ROOT / "results" / "engine").glob("*.json")):
         result = json.loads(file.read_text())

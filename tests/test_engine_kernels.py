@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from ladder_residual.config import Wiring
-from ladder_residual.engine import row_ops
+from ladder_residual.engine import carveout, row_ops
 from ladder_residual.engine._triton import mend_interpreter
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
@@ -31,7 +33,7 @@ from ladder_residual.engine.schedule import plan_steps
 from ladder_residual.engine.spec import HEAD_DIMS, EngineSpec, RankSizes
 from ladder_residual.engine.streams import RecordingStreams
 from ladder_residual.engine.weights import random_weights, stack_weights
-from ladder_residual.presets import ModelShape
+from ladder_residual.presets import ModelShape, presets
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are tested in tests/gpu")
 mend_interpreter()
@@ -96,9 +98,8 @@ def test_one_token_kernels(family: str, slices: int, splits: int, depth: int) ->
 @pytest.mark.parametrize("shared", [0, 3])
 @pytest.mark.parametrize(("spec", "rows"), [("ladder", 2), ("parallel", 4), ("desync-2x", 8)])
 def test_programs_that_walk_over_the_rows(spec: str, rows: int, shared: int) -> None:
-    walk = Tile(
-        rows, 128, 1, walkers=1, shared=shared
-    )  # two programs: each takes several blocks of rows, the last one not full
+    # two programs: each takes several blocks of rows, the last one not full
+    walk = Tile(rows, 128, 1, walkers=1, shared=shared)
     made = replace(tiles(1, 2), qkv=walk, gate_up=walk, head=walk)
     sizes = shape(hidden_size=72, intermediate_size=44, num_heads=4, num_kv_heads=2)  # no power of two
     worst = step_against_reference(EngineSpec.from_shape(sizes), Wiring.parse(spec, 2), 1, 5,
@@ -221,8 +222,6 @@ def test_a_prompts_fused_kernels_equal_plain_pytorch(family: str, wiring: str, t
 
 
 def test_default_tiles_fit_every_preset() -> None:
-    from ladder_residual.presets import presets
-
     for name, preset in presets().items():
         if not preset.gated_mlp or preset.head_dim not in HEAD_DIMS:
             continue
@@ -249,6 +248,35 @@ def test_default_tiles_fit_every_preset() -> None:
             products = (sizes.hidden, sizes.vocab_rows, sizes.qkv_width)
             used = [tuple(made.tile(count, gated=False) for count in products) for made in rows]
             assert len(set(used)) == len(used) > 0, name  # none is timed twice
+
+
+def test_tiles_in_shared_memory_are_offered_where_they_fit() -> None:
+    sizes = RankSizes.of(presets()["llama-3-70b"], 8, 0)
+
+    def offered(**limits: int) -> int:
+        return sum(made.gate_up.shared > 0 for made in GemvTiles.candidates(sizes, 2048, **limits))
+
+    assert offered() == 1
+    assert offered(shared=100 << 10) == offered(itemsize=4) == 0
+
+
+def test_a_carveout_is_set_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+    answers = [1, 0, 0]  # the driver refuses the first time
+
+    class Driver:
+        def cuFuncSetAttribute(self, function: ctypes.c_void_p, attribute: int, value: int) -> int:
+            assert attribute == 9
+            calls.append((function.value, value))
+            return answers[len(calls) - 1]
+
+    monkeypatch.setattr(carveout, "_driver", Driver)
+    monkeypatch.setattr(carveout, "_set", {})
+    kernel = SimpleNamespace(function=77)
+    for percent in (None, 100, 100, 100, None, None):
+        carveout.set_carveout(kernel, percent)
+    carveout.set_carveout(None, 100)  # the interpreter compiles nothing
+    assert calls == [(77, 100), (77, 100), (77, -1)]
 
 
 @pytest.mark.slow

@@ -195,12 +195,15 @@ def test_the_shipped_engine_is_the_one_that_was_measured():
     points = [
         p for p in result_points(repository_results(ROOT)[0], "engine", shipped()) if p.group == "llama-3-70b, fused on h200"
     ]
-    quiet = {(p.batch, p.wiring): p for p in points if p.case.link.alpha_us == 0 and p.role == "fit"}
+    quiet: dict = {}
+    for p in points:
+        if p.case.link.alpha_us == 0 and p.role == "fit":
+            quiet.setdefault((p.batch, p.wiring), p)  # of several files the first: the tables, not the comparison of products
     for field, batch in (("module_us", 1), ("module_us_batched", 16)):
         point = quiet[batch, "standard"]
         case = replace(point.case, device=shipped().device("h200"))
         profile = with_measured_step(case, case.decode_phase()._replace(context=point.context), point.measured)
-        assert getattr(engine("fused"), field) == pytest.approx(getattr(profile, field), rel=0.1)
+        assert getattr(engine("fused"), field) == pytest.approx(getattr(profile, field), rel=0.02)
 
 
 def test_files_that_are_no_comparison_are_left_out(tmp_path):

@@ -141,13 +141,28 @@ def test_every_set_of_tiles_for_one_token(family: str, hidden: int, index: int) 
     """Those that are timed at start-up, one by one; in two lanes, where each kernel runs beside others."""
     candidates = GemvTiles.candidates
 
-    def one(sizes: RankSizes, length: int, itemsize: int) -> list[GemvTiles]:
-        sets = candidates(sizes, length, itemsize)
+    def one(sizes: RankSizes, length: int, itemsize: int, shared: int) -> list[GemvTiles]:
+        sets = candidates(sizes, length, itemsize, shared)
         assert len(sets) == (5 if hidden == 2048 else 4), "the table above misses some"
         return sets[index % len(sets) :][:1]
 
     with patch.object(GemvTiles, "candidates", one):
         assert worst_error(replace(SHAPE, family=family, hidden_size=hidden), "ladder", schedule="two", link="5us") <= TOLERANCE
+
+
+@parametrize("tp", [2, 8])
+def test_tiles_in_shared_memory_are_filled_again(tp: int) -> None:
+    """Each walker has more blocks than tiles; with 8 ranks it is one of Llama-3-70B."""
+    candidates = GemvTiles.candidates
+    sizes = {"hidden_size": 8192, "intermediate_size": 28672} if tp == 8 else {"hidden_size": 2048, "intermediate_size": 32768}
+    shape = replace(SHAPE, **sizes, num_heads=64, num_kv_heads=8, num_layers=2)
+
+    def waiting(*arguments: object) -> list[GemvTiles]:
+        (made,) = (made for made in candidates(*arguments) if made.gate_up.shared)
+        return [made]
+
+    with patch.object(GemvTiles, "candidates", waiting):
+        assert worst_error(shape, "ladder", schedule="one", link="20us", tp=tp) <= TOLERANCE
 
 
 @parametrize("context", [16384, 32768])

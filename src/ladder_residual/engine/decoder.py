@@ -26,7 +26,7 @@ from .emulate import Link
 from .execute import RING, Executor, Ops
 from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
-from .multiprocessors import products_leave
+from .multiprocessors import products_leave, shared_memory
 from .prefill_ops import FusedPrefillOps, PrefillOps
 from .reducers import NcclReducer, make_reducer
 from .row_ops import BATCHES, RowOps, RowTiles
@@ -205,7 +205,8 @@ class DecodeEngine:
         schedules = possible if schedule == "auto" else [schedule]
         tiles: list[Tiles] = [None]
         if self.batch == 1:
-            made = GemvTiles.candidates(self.sizes, self.max_context, self.weights.dtype.itemsize)
+            room = shared_memory(self.device)
+            made = GemvTiles.candidates(self.sizes, self.max_context, self.weights.dtype.itemsize, room)
             tiles = [self._tiles] if self._tiles else [*made]
         elif products != "cublas" and self.batch in BATCHES and self.weights.dtype != EXACT:
             tiles = [*([None] if products == "auto" else []), *RowTiles.candidates(self.sizes)]

@@ -50,9 +50,10 @@ class GemvTiles:
             raise ValueError(f"QKV by walkers takes whole rows, not {self.slices} slices of them: set slices=1")
 
     @classmethod
-    def candidates(cls, sizes: RankSizes, max_context: int, itemsize: int = 2) -> list[GemvTiles]:
+    def candidates(cls, sizes: RankSizes, max_context: int, itemsize: int = 2, shared: int = 227 << 10) -> list[GemvTiles]:
         """Sets that were best on an H200 for a 70B rank of TP=8 (one lane; one lane waiting for slow sums; two lanes) and for a whole
-        8B model. Which one wins depends on the shard and on what else is on the card, so the engine times them at start-up."""
+        8B model. Which one wins depends on the shard and on what else is on the card, so the engine times them at start-up. ``itemsize``
+        of a weight and the ``shared`` memory of a program say which fit."""
         slices = 2 if sizes.hidden % 2048 == 0 and sizes.qkv_width * sizes.hidden <= 1 << 24 else 1
         few_rows = slices > 1
         splits = pick_splits(sizes, max_context, 1)
@@ -73,11 +74,13 @@ class GemvTiles:
         one = replace(rank[0], gate_up=walk, down=down)
         two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
         waiting = replace(one, gate_up=replace(walk, shared=3, registers=None), carveout=100)
-        rank = [one, *([waiting] if itemsize == 2 else []), two, rank[0]]
+        fits = itemsize == 2 and 3 * walk.rows * walk.block_k * itemsize + SCRATCH <= shared
+        rank = [one, *([waiting] if fits else []), two, rank[0]]
         whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
         return rank + whole[:1] if few_rows else whole + rank[:1]
 
 
+SCRATCH = 4096  # bytes of shared memory beside the tiles, more than a sum over a program's threads takes
 WIDEST_WALK = 8192  # x and two tiles must fit a thread's registers
 
 

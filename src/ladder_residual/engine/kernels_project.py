@@ -237,7 +237,7 @@ def norm_walk_shared(
     PDL: tl.constexpr,
 ):
     """The wait stands inside the loop because the compiler then copies the first TILES blocks into shared memory ahead of it. Every
-    program has a block, or its piece of the stream would not be stored."""
+    program must have a block (``walking`` sees to it), or it would neither wait nor store its piece of the stream."""
     own, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, WIDTH)
     x = tl.zeros([WIDTH], tl.float32)

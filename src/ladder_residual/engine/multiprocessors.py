@@ -20,6 +20,16 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
+def shared_memory(device: torch.device) -> int:
+    """Bytes that one program may take of it; the interpreter, which has none, gets a Hopper card's."""
+    if device.type != "cuda":
+        return 227 << 10
+    from triton.runtime import driver
+
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return driver.active.utils.get_device_properties(index)["max_shared_mem"]
+
+
 @cache
 def _cublas() -> ctypes.CDLL | None:
     try:

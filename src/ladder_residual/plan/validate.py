@@ -61,6 +61,12 @@ KNOWN_MISSES = (
         "bound; a model that is smooth in the batch cannot follow",
     ),
     KnownMiss(
+        "llama-3.1-405b, fused on h200", "24 us", 1, "ladder two-lane", 22.0,
+        "two lanes were not timed without all-reduces there, so how well they fill each other's gaps is taken from 70B; and in the plan "
+        "nothing hides the MLP's sum",
+        "ms_per_step",
+    ),
+    KnownMiss(
         "llama-3-70b, fused on h200", "5 us", 1, "ladder two-lane", 15.0,
         "two lanes are faster with sums of 5 us (4.48 ms) than without any (4.62), which is what the overlap is calibrated on; perhaps "
         "because without a pause both chains want the memory at the same time",
@@ -69,8 +75,9 @@ KNOWN_MISSES = (
     *(
         KnownMiss(
             "llama-3-70b, fused on h200", link, batch, "ladder two-lane", bound,
-            "in the plan both lanes begin a layer together, when attention's sum is there, and nothing hides that sum; which lane goes "
-            "first where they compete changes nothing (tried). Measured lanes do better, so they drift apart",
+            "in the plan an MLP and the attention above it begin together, when the MLP's sum is there, and nothing hides that sum; which "
+            "lane goes first where they compete changes nothing (tried). The overlap is calibrated on two lanes without a link, which "
+            "varied more between two runs (batch 16: 5.72 and 5.93 ms) than those with one (6.33 and 6.35 at 18 us)",
             "ms_per_step",
         )
         for link, batch, bound in (("18 us", 4, 14.0), ("18 us", 16, 17.0), ("24 us", 16, 19.0))
