@@ -60,6 +60,8 @@ def main() -> None:
         results[name] = found if name == ORIGINAL else with_comparison(found, results[ORIGINAL])
         print(name, {task: round(100 * entry["value"], 1) for task, entry in digest(results[name]).items()}, flush=True)
     document: dict[str, Any] = {"tasks": TASKS, "models": {name: digest(results[name]) for name in documents}}
+    made = ("date", "commit", "gpu", "machine", "torch", "transformers", "wiring", "dtype")
+    document["scored"] = {name: {key: found[key] for key in made if key in found} for name, found in documents.items()}
     if arguments.perplexity:
         kept = ("file", "context", "stride", "tokens", "ppl", "nats_per_token")
         document["perplexity"] = {name: {key: results[name]["perplexity"][key] for key in kept} for name in documents}

@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -198,6 +200,38 @@ def test_recipes_are_complete(path):
     assert json.loads(shown.stdout)["learning_rate"] == recipe.learning_rate
 
 
+def _recipe_on_ranks(world, path, overrides):
+    result = adapt(read_recipe(path, overrides), world, lambda line: None)
+    (text,) = result.after
+    return result.steps, result.before[text]["loss"], result.after[text]["loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["adapt-paper-llama-3.1-8b", "adapt-distill-llama-3.1-8b"])
+def test_recipes_for_eight_gpus_run_small_on_two_ranks(ground, tmp_path, name):
+    """All that such a recipe switches on (shards, compiled blocks, checkpointed activations, answers alone), with less to do."""
+    for model in ("original", "ladder"):
+        shutil.copytree(ground / model, tmp_path / model)
+        template = "{% for m in messages %}{{ m['content'] }}<|endoftext|>{% endfor %}"
+        (tmp_path / model / "chat_template.jinja").write_text(template, encoding="utf-8")
+    for text in ("train", "heldout"):
+        stories = (ground / f"{text}.txt").read_text(encoding="utf-8").split("<|endoftext|>")
+        chats = [{"prompt": "Tell me a story.", "completion": story.strip()[:200]} for story in stories if len(story) > 200]
+        lines = "".join(json.dumps(chat) + "\n" for chat in chats)
+        (tmp_path / f"{text}.jsonl").write_text(lines, encoding="utf-8")
+    small = {"student": str(tmp_path / "ladder"), "teacher": str(tmp_path / "original"), "out": str(tmp_path / "healed")}
+    small |= {"sequence": 128, "batch_tokens": 512, "learning_rate": 1e-3, "warmup": 0.1, "precision": "fp32"}
+    small |= {"data": [{"path": str(tmp_path / "train.jsonl")}], "heldout": [str(tmp_path / "heldout.jsonl")]}
+    small |= {"progress": False, "save_every": 4}
+    if "tokens" in tomllib.loads((ROOT / "recipes" / f"{name}.toml").read_text(encoding="utf-8")):
+        small["tokens"] = 512 * 6
+    first, second = run_on_ranks(2, _recipe_on_ranks, ROOT / "recipes" / f"{name}.toml", small)
+    assert first == second
+    steps, before, after = first
+    assert steps >= 4
+    assert after < before
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -215,6 +249,8 @@ def test_recipes_are_complete(path):
             "student = 'x'\nteacher = 'y'\nheldout = ['./a.txt']\n[[data]]\npath = 'a.txt'",
             r"./a.txt is both trained on \(data\) and measured on \(heldout\)",
         ),
+        ("student = 'x'\nteacher = 'y'\ncontrol = true", "would learn from itself, and nothing: use method sft"),
+        ("student = 'x'\nteacher = 'y'\nkeep = 1", "keep=1 is one checkpoint"),
         ("student = ", "not a readable recipe"),
     ],
 )

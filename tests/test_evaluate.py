@@ -431,6 +431,23 @@ def test_an_unknown_task_of_the_hub(demo_dir):
 
 
 @pytest.mark.slow
+def test_the_command_where_heads_do_not_divide(demo_dir, text, tmp_path):
+    """Four KV heads on three ranks: refused with the flag that allows it, which gives the figures of one rank."""
+    found = []
+    for ranks in ([], ["--tp", "3"], ["--tp", "3", "--uneven"]):
+        out = tmp_path / f"{len(found)}.json"
+        command = [sys.executable, "-m", "ladder_residual", "eval", demo_dir, "--perplexity", text, "--context", "128"]
+        command += ["--stride", "64", "--against", demo_dir, "--out", out, *ranks]
+        found.append((subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=300), out))
+    (alone, one), (refused, _), (allowed, three) = found
+    assert refused.returncode != 0
+    assert "--uneven" in refused.stderr
+    assert alone.returncode == allowed.returncode == 0, allowed.stderr[-3000:]
+    assert results.load(three)["tp"] == 3
+    assert results.load(three)["perplexity"]["ppl"] == pytest.approx(results.load(one)["perplexity"]["ppl"], rel=1e-4)
+
+
+@pytest.mark.slow
 def test_the_command_on_two_ranks(folder, demo_dir, tmp_path):
     """As users start it, by --tp and by torchrun."""
     alone, launched, torchrun = tmp_path / "1.json", tmp_path / "2.json", tmp_path / "3.json"

@@ -12,7 +12,7 @@ import typer
 
 from .adapt.commands import adapt
 from .bench.calibrate import calibrate_command
-from .bench.commands import Device, Dtype, Ranks, bench
+from .bench.commands import Device, Dtype, Ranks, Uneven, bench
 from .bench.faults.commands import faults
 from .bench.fuzz.commands import fuzz
 from .bench.hosts import commands as host_commands
@@ -57,7 +57,6 @@ app.command("reproduction")(reproduction)
 Source = Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")]
 WiringOption = Annotated[str | None, typer.Option("--wiring", help="Another wiring than the checkpoint's own.")]
 Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
-Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
 Engine = Annotated[str, typer.Option(help="auto, cuda (fused kernels, CUDA graphs) or torch (any device, any model).")]
 Sums = Annotated[
     str, typer.Option("--reducer", help="Of the CUDA engine's ranks: nccl, or symm (symmetric memory, within a host).")

@@ -79,6 +79,7 @@ def build_trainer(
     if distils(settings):
         mixture = Mixture(data=settings.data_weight, temperature=settings.temperature, top_k=settings.top_k)
     matched = tuple(range(wiring.layers[0], wiring.num_layers)) if wiring.layers and settings.hidden_weight else ()
+    torch.manual_seed(settings.seed)  # adapters begin at random: alike in every run, and on every rank
     model: Any = with_lora(student, settings) if settings.method == "lora" else student
     objective = Objective(mixture, matched, None if sharded else compute, settings.compile)
     attach(student, objective)

@@ -67,7 +67,7 @@ def adapt(
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Less memory, a third more compute.")
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints kept.")] = None,
+    keep: Annotated[int | None, typer.Option(help="Checkpoints kept, at least 2.")] = None,
     log_every: Annotated[int | None, typer.Option()] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements on --heldout.")] = None,
     seed: Annotated[int | None, typer.Option()] = None,

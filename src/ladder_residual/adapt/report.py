@@ -17,9 +17,11 @@ from typing import Any
 from ..config import Wiring
 from ..plan.charts import Chart, Series, chart_svg
 from ..plan.selection_chart import ORDERS, selection_chart
-from .report_tasks import answered_otherwise, tasks_table, to_the_control, within_one_error
+from .report_tasks import answered_otherwise, tasks_along_the_tokens, tasks_table, to_the_control, within_one_error
 from .results import OWN, TARGETS, TEXTS, Results, optional, recipe, table
 
+METHODS = ("sft", "distill", "lora", "progressive")
+PLAIN = ("distill 15", "distill 20")  # the original as the teacher, where the best had a corrected one
 SEEDED = "distill 15 chosen, 4M, corrected teacher alone"
 
 
@@ -55,8 +57,8 @@ def measured_on(results: Results) -> str:
 def along_the_way(results: Results) -> str:
     """Loss on held-out text against tokens."""
     rows = []
-    for layers in TARGETS:
-        run = results.target_runs(layers)[0]
+    best = [results.target_runs(layers)[0] for layers in TARGETS]
+    for run in [*best, *(results.runs[name] for name in PLAIN)]:
         points = run["curve"]
         shown = [points[round(share * (len(points) - 1))] for share in (0, 0.125, 0.25, 0.5, 0.75, 1)]
         for text in ("books_heldout", "wikitext2"):
@@ -189,14 +191,20 @@ def conditions(results: Results) -> str:
     )
 
 
-def methods_chart(results: Results) -> Chart:
-    """Loss on WikiText-2 along the runs with equally many tokens; the first points, far above, are left out."""
+def methods_chart(results: Results, layers: int) -> Chart:
+    """Loss on WikiText-2 along the runs with equally many tokens; the first points, far above, are left out. Where a run was not
+    measured at its end along the way, its last point is the one of the table."""
     series = []
-    for colour, name in enumerate(("sft 15", "distill 15", "lora 15", "sft 30", "distill 30", "progressive 30")):
-        curve = results.runs[f"{name}, 4M"]["curve"][1:]
-        points = [(point["tokens"] / 1e6, point["texts"]["wikitext2"]["loss"]) for point in curve]
+    names = [f"{how} {layers}" for how in METHODS]
+    names += ["control sft"] if layers < max(TARGETS) else []  # far below all others there
+    for colour, name in enumerate(names):
+        run = results.runs[f"{name}, 4M"]
+        points = [(point["tokens"] / 1e6, point["texts"]["wikitext2"]["loss"]) for point in run["curve"][1:]]
+        if run["curve"][-1]["tokens"] < run["tokens"]:
+            points.append((run["tokens"] / 1e6, run["after"]["wikitext2"]["loss"]))
         series.append(Series(name, points, colour=colour))
-    return Chart("methods", "Healing by method, WikiText-2", "tokens (millions)", "loss (nats per token)", series)
+    title = f"Healing by method, {layers} layers, WikiText-2"
+    return Chart(f"methods-{layers}", title, "tokens (millions)", "loss (nats per token)", series)
 
 
 def words(results: Results) -> str:
@@ -244,6 +252,7 @@ FIELDS: dict[str, Callable[[Results], str]] = {
     "second selection": lambda results: selection_table(results.second_selection),
     "tasks": tasks_table,
     "within one error": within_one_error,
+    "tasks along the tokens": tasks_along_the_tokens,
     "answered otherwise": answered_otherwise,
     "to the control": to_the_control,
     "pilots": pilots_table,
@@ -260,7 +269,7 @@ def render(folder: Path) -> dict[str, str]:
     for name, make in FIELDS.items():
         page = page.replace(f"<!-- {name} -->\n", make(results)).replace(f"<!-- {name} -->", make(results))
     made = {"adaptation.md": page, "adaptation-healing.svg": chart_svg(healing_chart(results))}
-    made["adaptation-methods.svg"] = chart_svg(methods_chart(results))
+    made |= {f"adaptation-methods-{layers}.svg": chart_svg(methods_chart(results, layers)) for layers in (15, 30)}
     if results.selection is not None:  # its picture is named in the page
         made["adaptation-damage.svg"] = chart_svg(damage_chart(results))
     return made

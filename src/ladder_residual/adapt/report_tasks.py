@@ -8,6 +8,14 @@ from typing import Any
 from .results import TARGETS, Results, recipe, table
 
 TARGET_TASKS = ("arc_easy", "piqa", "hellaswag", "sciq", "winogrande")
+FIRST = ", first recipe"
+ALONG = {
+    "last 15": ("zero-shot 15", "distill 15, 4M", "distill 15" + FIRST, "distill 15, corrected teacher", "distill 15"),
+    "our 15": ("zero-shot 15 chosen", "distill 15 chosen, own samples", "distill 15 chosen, corrected teacher"),
+    "last 20": ("zero-shot 20", "distill 20" + FIRST, "distill 20, corrected teacher", "distill 20"),
+    "our 20": ("zero-shot 20 chosen", "distill 20 chosen, own samples", "distill 20 chosen, corrected teacher"),
+    "all 30": ("zero-shot 30", "distill 30"),
+}
 LONG_CONTROL = "control sft, 24M"
 # Pairs of equal tokens and equal optimizer, each below the other; then what trained for longer.
 COMPARED = (
@@ -62,6 +70,28 @@ def within_one_error(results: Results) -> str:
             + (f"; outside: {', '.join(outside)}" if outside else "")
         )
     return "\n".join(lines) + "\n"
+
+
+def tasks_along_the_tokens(results: Results) -> str:
+    """Accuracy against tokens: models of the same layers, from zero-shot on, at every number of tokens that was scored."""
+    if results.tasks is None:
+        return "Not measured yet.\n"
+    models, rows = results.tasks["models"], []
+    for which, names in ALONG.items():
+        for name in names:
+            run = (
+                (results.earlier if name.endswith(FIRST) else results).runs.get(name.removesuffix(FIRST))
+                if results.earlier
+                else None
+            )
+            tokens = 0 if run is None else run["tokens"] + run.get("corrected_teacher_tokens", 0)
+            differences = [models[name][task]["difference"] for task in TARGET_TASKS]
+            cells = [f"{100 * value:+.1f}" for value in (*differences, sum(differences) / len(differences))]
+            how = "" if run is None else "corrected" if run.get("corrected_teacher_tokens") else "original"
+            rows.append(
+                [which, f"{tokens / 1e6:.0f}M", how + (", own samples" if name.endswith("own samples") else ""), *cells]
+            )
+    return table(["layers", "tokens", "teacher", *TARGET_TASKS, "mean"], rows)
 
 
 def changed_rows(scores: dict[str, Any]) -> tuple[float, float, float, int]:

@@ -161,6 +161,10 @@ class Settings:
             raise ValueError("method distill learns from the original model: name it with teacher (--teacher SRC)")
         if self.control and self.teacher is None:
             raise ValueError("control trains the unchanged model: name it with teacher (--teacher SRC)")
+        if self.control and self.method == "distill":
+            raise ValueError("control with method distill would learn from itself, and nothing: use method sft (--method sft)")
+        if self.keep < 2:
+            raise ValueError(f"keep={self.keep} is one checkpoint, and the newest may hold weights that just diverged: keep 2")
         if self.optimizer == "muon" and (self.method == "lora" or self.parallel == "fsdp"):
             raise ValueError("optimizer muon works on whole matrices: not with lora or fsdp; use adamw")
         if self.control and self.stages:

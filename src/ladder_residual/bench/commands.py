@@ -13,6 +13,7 @@ from ..launch import on_ranks
 bench = typer.Typer(help="Measure. The last line printed is the whole result as JSON.", no_args_is_help=True)
 
 Ranks = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.")]
+Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
 Shape = Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ..bench.commands import Device, Dtype, Ranks
+from ..bench.commands import Device, Dtype, Ranks, Uneven
 from ..launch import on_ranks
 from .markdown import render
 from .results import save
@@ -50,6 +50,7 @@ def evaluate(
     batch_size: Annotated[int, typer.Option(help="Prompts per batch where text is generated.")] = 8,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens per batch where answers are scored.")] = None,
     tp: Ranks = None,
+    uneven: Uneven = False,
     wiring: Annotated[str | None, typer.Option(help="Another wiring than the checkpoint's own.")] = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -104,9 +105,9 @@ def evaluate(
                 return
             result = session.from_scores(source, loaded, scores[""])
         else:
-            result = session.evaluate(source, loaded, wiring=wiring, dtype=dtype)
+            result = session.evaluate(source, loaded, wiring=wiring, dtype=dtype, uneven=uneven)
         if against is not None:
-            result = with_comparison(result, earlier or session.evaluate(against, loaded, dtype=dtype))
+            result = with_comparison(result, earlier or session.evaluate(against, loaded, dtype=dtype, uneven=uneven))
         if world.is_main:
             _tell(result, out, as_json)
 

@@ -51,11 +51,13 @@ class Session:
         if plan.perplexity and not self.text.strip():
             raise ValueError(f"{plan.perplexity} holds no text")
 
-    def evaluate(self, source: str, tasks: Any, *, wiring: str | None = None, dtype: str = "auto") -> Result:
+    def evaluate(
+        self, source: str, tasks: Any, *, wiring: str | None = None, dtype: str = "auto", uneven: bool = False
+    ) -> Result:
         """With the model at hand."""
         tokenizer = _tokenizer(source)
         gc.collect()  # an earlier model may linger in reference cycles, and two might not fit
-        model = load_model(source, self.world, wiring=wiring, dtype=dtype)
+        model = load_model(source, self.world, wiring=wiring, dtype=dtype, uneven=uneven)
 
         def scorer(group: str, requests: Sequence[Request]) -> list[Score]:
             from tqdm import tqdm
