@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ladder_residual.adapt.report import FIELDS, against_last, render
-from ladder_residual.adapt.report_tasks import TARGET_TASKS, answered_otherwise, changed_rows
+from ladder_residual.adapt.report_tasks import TARGET_TASKS, answered_otherwise, changed_rows, tasks_along_the_tokens
 from ladder_residual.adapt.results import Results
 from ladder_residual.adapt.rows import Encoder, build_rows
 from ladder_residual.corpus.tokens import read_tokenizer
@@ -108,6 +108,14 @@ def test_next_token_runs_are_compared_with_the_control_that_was_trained_alike():
         for text in ("books_heldout", "wikitext2")
     ]
     assert re.search(rf"\| sft 30, 4M \|.*\| \+{gaps[0]:.3f} / \+{gaps[1]:.3f} \|\n", page)
+
+
+def test_accuracy_along_the_tokens_is_that_of_the_tasks():
+    lines = [line.split(" | ") for line in tasks_along_the_tokens(Results(RESULTS)).splitlines()[2:]]
+    assert [line[1] for line in lines if line[0] == "| last 15"] == ["0M", "4M", "14M", "44M", "48M"]
+    scores = Results(RESULTS).tasks["models"]["distill 15 chosen, own samples"]
+    (ours,) = (line for line in lines if line[:3] == ["| our 15", "24M", "original, own samples"])
+    assert ours[5] == f"{100 * scores['hellaswag']['difference']:+.1f}"
 
 
 def test_changed_rows_are_weighted_and_split_into_lost_and_won():

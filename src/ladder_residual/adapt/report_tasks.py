@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .results import TARGETS, Results, recipe, table
+from .results import OWN, TARGETS, Results, recipe, table
 
 TARGET_TASKS = ("arc_easy", "piqa", "hellaswag", "sciq", "winogrande")
 FIRST = ", first recipe"
@@ -76,21 +76,18 @@ def tasks_along_the_tokens(results: Results) -> str:
     """Accuracy against tokens: models of the same layers, from zero-shot on, at every number of tokens that was scored."""
     if results.tasks is None:
         return "Not measured yet.\n"
-    models, rows = results.tasks["models"], []
+    earlier = results.earlier.runs if results.earlier else {}
+    runs = results.runs | {name + FIRST: run for name, run in earlier.items()}
+    rows = []
     for which, names in ALONG.items():
         for name in names:
-            run = (
-                (results.earlier if name.endswith(FIRST) else results).runs.get(name.removesuffix(FIRST))
-                if results.earlier
-                else None
-            )
-            tokens = 0 if run is None else run["tokens"] + run.get("corrected_teacher_tokens", 0)
-            differences = [models[name][task]["difference"] for task in TARGET_TASKS]
+            tokens, teacher = 0, ""
+            if run := runs.get(name):  # none is zero-shot
+                correction = run.get("corrected_teacher_tokens", 0)
+                tokens, teacher = run["tokens"] + correction, "corrected" if correction else "original"
+            differences = [results.tasks["models"][name][task]["difference"] for task in TARGET_TASKS]
             cells = [f"{100 * value:+.1f}" for value in (*differences, sum(differences) / len(differences))]
-            how = "" if run is None else "corrected" if run.get("corrected_teacher_tokens") else "original"
-            rows.append(
-                [which, f"{tokens / 1e6:.0f}M", how + (", own samples" if name.endswith("own samples") else ""), *cells]
-            )
+            rows.append([which, f"{tokens / 1e6:.0f}M", teacher + (OWN if name.endswith(OWN) else ""), *cells])
     return table(["layers", "tokens", "teacher", *TARGET_TASKS, "mean"], rows)
 
 
