@@ -85,6 +85,7 @@ def _listening_addresses(run):
     return found
 
 
+@pytest.mark.slow
 def test_a_rank_out_of_memory_is_named(job):
     outcome = generating.out_of_memory(job)
     assert outcome.as_said, outcome.wrong

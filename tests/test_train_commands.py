@@ -26,6 +26,7 @@ def ladder(*words, launcher=(), **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
 
 
+@pytest.mark.slow
 def test_a_recipe_on_two_ranks_exported_and_generating(tmp_path):
     """From the shipped recipe to text, through the launcher."""
     tiny_corpus(tmp_path / "corpus")
