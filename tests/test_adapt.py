@@ -139,8 +139,8 @@ def test_layers_are_switched_over_in_stages(ground):
 def test_the_seed_decides(ground, method):
     """Rows and their order; with LoRA also where the adapters begin, which the first step cannot show."""
     names = [f"{method}-seed-{which}" for which in "abc"]
-    for name, seed in zip(names, (1, 1, 2), strict=True):
-        torch.manual_seed(hash(name))  # what was drawn before has no say
+    for before, (name, seed) in enumerate(zip(names, (1, 1, 2), strict=True)):
+        torch.manual_seed(before)  # what was drawn before has no say
         run(ground, name, tokens=512 * 3, seed=seed, method=method, learning_rate=1e-2, lora_rank=4)
     first, again, other = (losses(ground, name) for name in names)
     assert first == again != other
