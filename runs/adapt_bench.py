@@ -188,6 +188,7 @@ class Bench:
             "settings": {key: value for key, value in asdict(settings).items() if key not in ("student", "teacher", "out")},
             "before": before,
             "after": {text: trainer.measure(store, final_rows) for text, store in heldout.items()} if not problem else {},
+            "to_original": self.distance(settings, rows, folder, heldout, final_rows) if not problem else {},
             "curve": curve.points,
             "graphs": trainer.graphed is not None,
             "log": [entry for entry in trainer.state.log_history if "loss" in entry],
@@ -211,6 +212,16 @@ class Bench:
         self.write()
         self.log(f"{name}: {result['tokens']:,} tokens, {result['tokens_per_second']:,.0f}/s, {brief(result)}")
         return result
+
+    def distance(
+        self, settings: Settings, rows: MixedRows, folder: Path, heldout: dict[str, RowStore], count: int
+    ) -> dict[str, float]:
+        """KL of the student from the original, whoever taught it: what next-token training is measured by too."""
+        assert self.models.teacher is not None
+        put(self.models.teacher, self.original)
+        settings = replace(settings, method="distill", hidden_weight=0.0, stages=(), graphs=False)
+        measuring = build_trainer(settings, self.world, self.models, rows, folder, lambda line: None)
+        return {text: measuring.measure(store, count)["kl"] for text, store in heldout.items()}
 
     def done(self, name: str) -> bool:
         return any(run["name"] == name for run in self.record["runs"])
@@ -262,7 +273,7 @@ def brief(result: dict[str, Any]) -> str:
     if result["problem"]:
         return result["problem"]
     return ", ".join(
-        f"{text} {result['before'][text]['loss']:.3f} -> {values['loss']:.4f} (KL {values.get('kl', float('nan')):.4f})"
+        f"{text} {result['before'][text]['loss']:.3f} -> {values['loss']:.4f} (KL {result['to_original'][text]:.4f})"
         for text, values in result["after"].items()
     )
 

@@ -4,9 +4,10 @@
     python runs/adapt_prepare.py smollm2 TEXTS rows
     python runs/adapt_smollm2.py pilot --model smollm2 --rows rows --work work --out results/adapt
     python runs/adapt_smollm2.py heal  --model smollm2 --rows rows --work work --out results/adapt --rows-per-step 16 --seconds 560
+    python runs/adapt_smollm2.py pairs --model smollm2 --rows rows --work work --out results/adapt --rows-per-step 16 --seconds 560
 
-``pilot`` tries settings in short runs; ``heal`` makes the runs of the document, most important first, until
-``--seconds`` are used up. Each result is on disk as soon as it is there. Texts: books, reference works, GSM8K questions with answers, and
+``pilot`` tries settings in short runs; ``heal`` makes the runs of the document, most important first, until ``--seconds`` are used
+up; ``pairs`` sets distillation beside next-token training, seed by seed, with nothing but the loss between them. Each result is on disk as soon as it is there. Texts: books, reference works, GSM8K questions with answers, and
 the model's own samples, drawn here first; WikiText-2 is measured on and never trained on.
 """
 
@@ -95,8 +96,7 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         (f"sft 30, {EQUAL}M", "ladder", SFT | dict(learning_rate=1e-3) | equal),
         (f"distill 30 without hidden states, {EQUAL}M", "ladder", ALL | dict(hidden_weight=0.0) | equal),
     ]
-    if unknown := set(only) - {name for name, *_ in plan}:
-        raise SystemExit(f"no such run: {', '.join(sorted(unknown))}; there are {'; '.join(name for name, *_ in plan)}")
+    refuse_unknown(only, plan)
     scored = Scoring(bench, requests)
     scored.model("original", bench.model, "standard")
     if "selection" not in bench.record:
@@ -136,15 +136,47 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
             process.wait(timeout=60)
 
 
+def pairs(bench: Bench, seconds: float, million: int, requests: Path | None, only: list[str]) -> None:
+    """Distillation and next-token training, each with the same start, rows, optimizer and rate; and distillation as we recommend it."""
+    half = bench.last(1 / 2)
+    muon = dict(optimizer="muon", other_rate=0.2)
+    arms: list[tuple[str, str, dict[str, Any]]] = []
+    for which, wiring, how in (
+        ("15 adamw", half, dict(learning_rate=SFT["learning_rate"])),
+        ("15 muon", half, muon | dict(learning_rate=HALF["learning_rate"])),
+        ("30 muon", "ladder", muon | dict(learning_rate=ALL["learning_rate"], warmup=ALL["warmup"])),
+    ):
+        arms += [(f"distill {which}", wiring, how | dict(data_weight=0.0)), (f"sft {which}", wiring, how | dict(method="sft"))]
+    arms += [("recipe 15 muon", half, HALF | dict(data_weight=0.3)), ("control adamw", "standard", dict(SFT))]
+    plan = [(f"{name}, seed {seed}", wiring, how | dict(seed=seed)) for seed in range(3) for name, wiring, how in arms]
+    refuse_unknown(only, plan)
+    scored = Scoring(bench, requests)
+    scored.model("original", bench.model, "standard")
+    for name, wiring, changes in plan:
+        if bench.done(name) or (only and name not in only):
+            continue
+        if time.monotonic() - START > seconds:
+            bench.log(f"no time for {name}")
+            continue
+        result = bench.run(name, wiring, tokens=EQUAL * million, points=2, keep=True, **changes)
+        scored.model(name, Path(result["weights"]), None)
+    bench.write()
+
+
+def refuse_unknown(only: list[str], plan: list[tuple[str, str, dict[str, Any]]]) -> None:
+    if unknown := set(only) - {name for name, *_ in plan}:
+        raise SystemExit(f"no such run: {', '.join(sorted(unknown))}; there are {'; '.join(name for name, *_ in plan)}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("pilot", "heal"))
+    parser.add_argument("part", choices=("pilot", "heal", "pairs"))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further run after this")
-    parser.add_argument("--run", action="append", default=[], help="one of heal's runs by its name; may be repeated")
+    parser.add_argument("--run", action="append", default=[], help="one of the runs of heal or pairs by its name; may be repeated")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--requests", type=Path, help="what `ladder eval --requests-out` wrote; scored by every model")
     parser.add_argument("--no-compile", action="store_true")
@@ -176,6 +208,8 @@ def main() -> None:
         bench.measure_original()
         if arguments.part == "pilot":
             pilot(bench, arguments.million)
+        elif arguments.part == "pairs":
+            pairs(bench, arguments.seconds, arguments.million, arguments.requests, arguments.run)
         else:
             heal(bench, arguments.seconds, arguments.million, arguments.data_weight, arguments.requests, arguments.run)
         bench.log("done")
