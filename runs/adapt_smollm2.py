@@ -7,8 +7,9 @@
     python runs/adapt_smollm2.py pairs --model smollm2 --rows rows --work work --out results/adapt --rows-per-step 16 --seconds 560
 
 ``pilot`` tries settings in short runs; ``heal`` makes the runs of the document, most important first, until ``--seconds`` are used
-up; ``pairs`` sets distillation beside next-token training, seed by seed, with nothing but the loss between them. Each result is on disk as soon as it is there. Texts: books, reference works, GSM8K questions with answers, and
-the model's own samples, drawn here first; WikiText-2 is measured on and never trained on.
+up; ``pairs`` sets distillation beside next-token training, seed by seed, with nothing but the loss between them. Each result
+is on disk as soon as it is there. Texts: books, reference works, GSM8K questions with answers, and the model's own samples, drawn
+here first; WikiText-2 is measured on and never trained on.
 """
 
 from __future__ import annotations
@@ -176,7 +177,9 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further run after this")
-    parser.add_argument("--run", action="append", default=[], help="one of the runs of heal or pairs by its name; may be repeated")
+    parser.add_argument(
+        "--run", action="append", default=[], help="one of the runs of heal or pairs by its name; may be repeated"
+    )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--requests", type=Path, help="what `ladder eval --requests-out` wrote; scored by every model")
     parser.add_argument("--no-compile", action="store_true")

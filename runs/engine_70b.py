@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ladder_residual.bench.gpu import Shard, bench_decode, bench_e2e, bench_prefill
 from ladder_residual.bench.gpu_peers import bench_peers
+from ladder_residual.engine.emulate import LAUNCH
 
 # the paper's exposed latencies are 24 us (NVLink) and 64 us (no NVLink) at batch 1; NCCL's 18 us; one-shot kernels 5 us
 LINKS = ("none", "5us", "18us", "24us", "64us")
@@ -19,7 +20,7 @@ LINKS = ("none", "5us", "18us", "24us", "64us")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/engine"))
-    parser.add_argument("--parts", default="batch1,products,batches,beside,prefill,e2e,peers")
+    parser.add_argument("--parts", default="batch1,launch,products,batches,beside,prefill,e2e,peers")
     parser.add_argument("--products", default="auto", help="of batches 2 to 16: cublas, triton or auto")
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
@@ -31,13 +32,19 @@ def main() -> None:
         for row in result["rows"]:
             print(name, json.dumps(row), flush=True)
 
-    if set(parts) & {"batch1", "products", "batches", "beside", "prefill", "e2e"}:
+    if set(parts) & {"batch1", "launch", "products", "batches", "beside", "prefill", "e2e"}:
         shard = Shard("llama-3-70b", 8)
         every = ("standard", "ladder", "parallel", "desync-2x", "no-comm")
         if "batch1" in parts:
             keep(
                 "70b-tp8-batch1",
                 bench_decode(shard=shard, tp=8, links=LINKS, wirings=every, repeats=options.repeats),
+            )
+        if "launch" in parts:  # sums that are ordinary kernels, as NCCL's are
+            links = ("none", *(f"{link}{LAUNCH}" for link in LINKS[1:]))
+            keep(
+                "70b-tp8-launch",
+                bench_decode(shard=shard, tp=8, links=links, wirings=("standard", "ladder"), repeats=options.repeats),
             )
         if "beside" in parts:  # what a user would have otherwise
             keep("70b-tp8-peers", bench_decode(shard=shard, tp=8, batches=(1, 4), repeats=options.repeats, peers=True))

@@ -26,7 +26,7 @@ from ladder_residual.engine.execute import Executor, Ops
 from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
 from ladder_residual.engine.prefill_ops import FusedPrefillOps
 from ladder_residual.engine.reducers import NoReducer
-from ladder_residual.engine.schedule import plan_steps
+from ladder_residual.engine.schedule import SCHEDULES, plan_steps
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.streams import RecordingStreams
 from ladder_residual.engine.weights import stack_weights
@@ -45,14 +45,14 @@ def tiles(hidden: int) -> GemvTiles:
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: torch.Tensor, new: int, lanes: int) -> list[int]:
+def greedy(model: Any, prompt: torch.Tensor, new: int, schedule: str) -> list[int]:
     wiring, spec = wiring_of(model.config), EngineSpec.from_hf(model.config.to_dict(), max_context=prompt.shape[1] + new)
     sizes = RankSizes.of(spec.shape, 1, 0)
     weights = stack_weights(spec, sizes, {name: parameter.data for name, parameter in model.named_parameters()})
     cache = KVCache(spec, sizes, 1, prompt.shape[1] + new, torch.float32, "cpu")
 
-    def executor(ops: Ops, rows: int, count: int) -> Executor:
-        plan = plan_steps(wiring, lanes=count)
+    def executor(ops: Ops, rows: int, schedule: str) -> Executor:
+        plan = plan_steps(wiring, schedule)
         return Executor(
             plan, ops, NoReducer(), RecordingStreams(), rows=rows, hidden=sizes.hidden, tp=1, dtype=torch.float32, device=CPU
         )  # fmt: skip
@@ -60,8 +60,8 @@ def greedy(model: Any, prompt: torch.Tensor, new: int, lanes: int) -> list[int]:
     reading = FusedPrefillOps(spec, sizes, weights, cache, prompt.shape[1])
     reading.last = torch.tensor([prompt.shape[1] - 1])
     logits = torch.full((1, sizes.vocab_rows), float("nan"))
-    executor(reading, prompt.shape[1], 1).run(prompt, logits)
-    decode = executor(GemvOps(spec, sizes, weights, cache, tiles(sizes.hidden), pdl=0), 1, lanes)
+    executor(reading, prompt.shape[1], "one").run(prompt, logits)
+    decode = executor(GemvOps(spec, sizes, weights, cache, tiles(sizes.hidden), pdl=0), 1, schedule)
     end = model.generation_config.eos_token_id
     tokens = []
     for position in range(prompt.shape[1], prompt.shape[1] + new):
@@ -94,16 +94,16 @@ def main() -> None:
             wanted = model.generate(
                 **prompt, max_new_tokens=options.new, min_new_tokens=options.new, do_sample=False, pad_token_id=0
             )[0, prompt["input_ids"].shape[1] :].tolist()  # fmt: skip
-            lanes = 1 + number % 2 if wiring.startswith("ladder") else 1  # both schedules
-            found = greedy(model, prompt["input_ids"], options.new, lanes)
+            schedule = SCHEDULES[number % len(SCHEDULES)] if wiring.startswith("ladder") else "one"
+            found = greedy(model, prompt["input_ids"], options.new, schedule)
             equal.append(sum(a == b for a, b in zip(found, wanted, strict=True)))
             count += options.new
-            print(wiring, lanes, equal[-1], "of", options.new, repr(tokenizer.decode(found)), flush=True)
+            print(wiring, schedule, equal[-1], "of", options.new, repr(tokenizer.decode(found)), flush=True)
         rows.append({"wiring": f"{wiring}, float32", "tokens": count, "equal_tokens": sum(equal)})
     name = Path(options.checkpoint).name
     result = {"benchmark": "generate", "emulated": False, "interpreted": True, "model": name, "tp": 1, "batch": 1, "rows": rows}
     result["notes"] = [
-        "The same kernels on Triton's interpreter, on a CPU, one prompt at a time (ladder: in one and in two lanes), against transformers'",
+        "The same kernels on Triton's interpreter, on a CPU, one prompt at a time (ladder: every schedule by turns), against transformers'",
         "own forward in float32, where no near tie is left for rounding to decide.",
     ]
     options.out.mkdir(parents=True, exist_ok=True)

@@ -83,14 +83,14 @@ def kind_of(value):
     return "i32" if isinstance(value, int) else "fp32"
 
 
-def compile_step(wiring, batch, ops_of, lanes):
+def compile_step(wiring, batch, ops_of, schedule):
     cache = KVCache(spec, sizes, batch, 2048, torch.bfloat16, "cpu")
     ops = ops_of(spec, sizes, weights, cache)
     ops.launchers = [Compiling(), Compiling()]
     ops.embed = lambda tokens, message: compile_kernel(
         kernels_small.embed, (tokens, weights.embedding, message, 0, sizes.vocab_rows, sizes.hidden), 4, {"BLOCK": 1024}
     )
-    plan = plan_steps(Wiring.parse(wiring, SHAPE.num_layers), lanes=lanes)
+    plan = plan_steps(Wiring.parse(wiring, SHAPE.num_layers), schedule)
     executor = Executor(
         plan, ops, NoSum(), RecordingStreams(), rows=batch, hidden=sizes.hidden, tp=8, dtype=torch.bfloat16, device=torch.device("cpu")
     )  # fmt: skip
@@ -112,13 +112,13 @@ class NoSum(EmulatedReducer):
 
 if __name__ == "__main__":
     for tiles in GemvTiles.candidates(sizes, 2048):
-        compile_step("ladder", 1, lambda *a, tiles=tiles: GemvOps(*a, tiles), 1)
-    compile_step("desync-3x", 1, lambda *a: GemvOps(*a, GemvTiles.candidates(sizes, 2048)[0]), 1)
-    compile_step("parallel", 4, GemmOps, 1)
+        compile_step("ladder", 1, lambda *a, tiles=tiles: GemvOps(*a, tiles), "one")
+    compile_step("desync-3x", 1, lambda *a: GemvOps(*a, GemvTiles.candidates(sizes, 2048)[0]), "one")
+    compile_step("parallel", 4, GemmOps, "one")
     for rows in RowTiles.candidates(sizes):
-        compile_step("ladder", 4, lambda *a, rows=rows: RowOps(*a, rows), 2)
-    compile_step("desync-3x", 16, lambda *a: RowOps(*a, RowTiles.candidates(sizes)[0]), 1)
-    compile_step("parallel", 4, lambda *a: RowOps(*a, RowTiles.candidates(sizes)[0]), 1)
+        compile_step("ladder", 4, lambda *a, rows=rows: RowOps(*a, rows), "two")
+    compile_step("desync-3x", 16, lambda *a: RowOps(*a, RowTiles.candidates(sizes)[0]), "one")
+    compile_step("parallel", 4, lambda *a: RowOps(*a, RowTiles.candidates(sizes)[0]), "one")
     compile_kernel(kernels_small.step_positions, (torch.zeros(4, dtype=torch.int32), 4), 1, {"BLOCK": 4})
     qkv, norm = torch.empty(8, sizes.qkv_width, dtype=torch.bfloat16), torch.empty(sizes.head_dim, dtype=torch.bfloat16)
     cache = KVCache(spec, sizes, 2, 64, torch.bfloat16, "cpu")

@@ -17,7 +17,9 @@ from ladder_residual.bench.gpu_report import main, render, spread, sums_that_out
 from ladder_residual.bench.peers_plain import PlainDecoder
 from ladder_residual.bench.peers_transformers import transformers_model
 from ladder_residual.config import Wiring
+from ladder_residual.engine import reducers
 from ladder_residual.engine.emulate import measured_links, parse_emulation, parse_link
+from ladder_residual.engine.gemv_ops import Launcher
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.rope import rope_tables
 from ladder_residual.engine.spec import EngineSpec, RankSizes
@@ -35,6 +37,33 @@ def test_fixed_and_linear_links() -> None:
     assert parse_link("none").silent
     assert parse_link("alpha=10, beta=100").microseconds(1_000_000) == pytest.approx(10 + 10)
     assert not parse_link("alpha=0,beta=100").silent
+
+
+def test_a_link_whose_sums_are_ordinary_kernels():
+    link = parse_link(" 24us+launch")
+    assert (link.name, link.early, link.microseconds(16384)) == ("24us+launch", False, 24)
+    assert parse_link("24us").early
+    measured = parse_link("h200-nccl+launch", tp=8)
+    assert measured.microseconds(16384) == parse_link("h200-nccl", tp=8).microseconds(16384)
+    with pytest.raises(ValueError, match="unknown link 'soon'"):
+        parse_link("soon+launch")
+
+
+@pytest.mark.parametrize(("text", "early"), [("24us", True), ("24us+launch", False)])
+def test_an_ordinary_sum_ties_neither_itself_nor_what_follows_to_its_neighbour(monkeypatch, text, early):
+    started = []
+
+    class Noting(Launcher):
+        def __call__(self, kernel, grid, *args, warps, **constants):
+            started.append((self.pdl, self.dependent, self.carveout))
+            self.dependent = True
+
+    monkeypatch.setattr(reducers, "Launcher", Noting)
+    lane = Noting(dependent=True, carveout=100)
+    message = torch.zeros(1, 8192)
+    reducers.EmulatedReducer(parse_link(text)).reduce(message, message.clone(), 0, lane)
+    assert started == [(1, True, 100) if early else (0, False, 100)]
+    assert lane.dependent == early
 
 
 def test_measured_links_interpolate_between_their_points() -> None:

@@ -57,7 +57,7 @@ def tiles(slices: int, splits: int, depth: int = 1, block_k: int = 32) -> GemvTi
     return GemvTiles(tile, Tile(8, 64, 1, depth), tile, tile, tile, slices=slices, splits=splits, block_t=16)
 
 
-def step_against_reference(spec, wiring, batch, prompt, ops_of, lanes=1, tp=1, rank=0):
+def step_against_reference(spec, wiring, batch, prompt, ops_of, schedule="one", tp=1, rank=0):
     """Prefill with the plain ops, then two decode steps with the kernels; largest relative error of the logits."""
     sizes = RankSizes.of(spec.shape, tp, rank)
     weights = stack_weights(spec, sizes, random_weights(spec, tp, rank, torch.float32, "cpu"))
@@ -66,18 +66,18 @@ def step_against_reference(spec, wiring, batch, prompt, ops_of, lanes=1, tp=1, r
     tokens = torch.randint(0, spec.shape.vocab_size, (batch, prompt + 2), generator=generator)
     reference = ReferenceDecoder(spec, wiring, [weights], tp=tp, first_rank=rank)
 
-    def executor(ops, rows, count):
+    def executor(ops, rows, schedule):
         return Executor(
-            plan_steps(wiring, lanes=count), ops, NoReducer(), RecordingStreams(), rows=rows, hidden=sizes.hidden, tp=tp,
+            plan_steps(wiring, schedule), ops, NoReducer(), RecordingStreams(), rows=rows, hidden=sizes.hidden, tp=tp,
             dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip
 
     if prompt:
         logits = torch.empty(batch * prompt, sizes.vocab_rows)
-        executor(PrefillOps(spec, sizes, weights, cache, prompt), batch * prompt, 1).run(tokens[:, :prompt], logits)
+        executor(PrefillOps(spec, sizes, weights, cache, prompt), batch * prompt, "one").run(tokens[:, :prompt], logits)
         reference.forward(tokens[:, :prompt])
     worst = 0.0
-    decode = executor(ops_of(spec, sizes, weights, cache), batch, lanes)
+    decode = executor(ops_of(spec, sizes, weights, cache), batch, schedule)
     for step in range(2):
         cache.positions.fill_(prompt + step)
         logits = torch.full((batch, sizes.vocab_rows), float("nan"))
@@ -124,10 +124,12 @@ def test_wirings_with_one_token_kernels(spec: str) -> None:
     assert worst < 2e-5
 
 
-def test_two_lanes_with_one_token_kernels_and_no_context() -> None:
+@pytest.mark.parametrize("schedule", ["two", "woven"])
+def test_schedules_with_one_token_kernels_and_no_context(schedule: str) -> None:
     made = tiles(3, 4)
     spec = EngineSpec.from_shape(shape())
-    assert step_against_reference(spec, Wiring.parse("ladder", 2), 1, 0, lambda *a: GemvOps(*a, made, pdl=0), lanes=2) < 2e-5
+    worst = step_against_reference(spec, Wiring.parse("ladder", 2), 1, 0, lambda *a: GemvOps(*a, made, pdl=0), schedule)
+    assert worst < 2e-5
 
 
 def test_sizes_that_do_not_fill_a_tile() -> None:
@@ -156,11 +158,11 @@ def test_wirings_with_several_sequences(wiring: str) -> None:
 ROWS = RowTiles(16, 1)
 
 
-@pytest.mark.parametrize(("family", "batch"), [("llama", 2), ("qwen2", 3), ("qwen3", 16)])
-def test_products_of_our_own_for_several_sequences(family: str, batch: int) -> None:
+@pytest.mark.parametrize(("family", "batch", "schedule"), [("llama", 2, "two"), ("qwen2", 3, "woven"), ("qwen3", 16, "two")])
+def test_products_of_our_own_for_several_sequences(family: str, batch: int, schedule: str) -> None:
     spec = EngineSpec.from_shape(shape(family))
     wiring = Wiring.parse("ladder", 2)
-    assert step_against_reference(spec, wiring, batch, 3, lambda *a: RowOps(*a, ROWS, pdl=0, splits=2), lanes=2) < 2e-5
+    assert step_against_reference(spec, wiring, batch, 3, lambda *a: RowOps(*a, ROWS, pdl=0, splits=2), schedule) < 2e-5
 
 
 @pytest.mark.parametrize("wiring", ["parallel", "desync-3x"])
@@ -209,7 +211,7 @@ def test_a_prompts_fused_kernels_equal_plain_pytorch(family: str, wiring: str, t
     for ops in (PrefillOps, FusedPrefillOps):
         cache = KVCache(spec, sizes, batch, 16, torch.float32, "cpu")
         executor = Executor(
-            plan_steps(wired, lanes=1), ops(spec, sizes, weights, cache, steps), NoReducer(), RecordingStreams(), rows=batch * steps,
+            plan_steps(wired), ops(spec, sizes, weights, cache, steps), NoReducer(), RecordingStreams(), rows=batch * steps,
             hidden=sizes.hidden, tp=tp, dtype=torch.float32, device=torch.device("cpu"),
         )  # fmt: skip
         logits = torch.full((batch * steps, sizes.vocab_rows), float("nan"))

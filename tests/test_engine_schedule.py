@@ -1,4 +1,4 @@
-"""Plans as data, and plans run on the CPU: every wiring and both schedules must compute what the slow twin computes."""
+"""Plans as data, and plans run on the CPU: every wiring and every schedule must compute what the slow twin computes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ladder_residual.engine.execute import RING, Executor
 from ladder_residual.engine.prefill_ops import PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
-from ladder_residual.engine.schedule import SCHEDULES, can_run_two_lanes, plan_steps
+from ladder_residual.engine.schedule import SCHEDULES, plan_steps, schedules_of
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.streams import RecordingStreams
 from ladder_residual.engine.weights import random_weights, stack_weights
@@ -55,7 +55,7 @@ def run(wiring: Wiring, schedule: str, tp: int, rank: int, tokens: torch.Tensor,
     cache = KVCache(spec, sizes, batch, 16, torch.float32, "cpu")
     streams = RecordingStreams()
     executor = Executor(
-        plan_steps(wiring, lanes=SCHEDULES[schedule]), PrefillOps(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
+        plan_steps(wiring, schedule), PrefillOps(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
         rows=batch * steps, hidden=SHAPE.hidden_size, tp=tp, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     logits = torch.full((batch * steps, sizes.vocab_rows), float("nan"))
@@ -69,7 +69,7 @@ def run(wiring: Wiring, schedule: str, tp: int, rank: int, tokens: torch.Tensor,
 @pytest.mark.parametrize("announced", [False, True])
 def test_every_schedule_computes_the_recurrence(spec: str, schedule: str, announced: bool) -> None:
     wiring = Wiring.parse(spec, LAYERS)
-    if schedule != "one" and not can_run_two_lanes(wiring):
+    if schedule not in schedules_of(wiring):
         pytest.skip("one chain only")
     tokens = torch.randint(0, SHAPE.vocab_size, (3, 5), generator=torch.Generator().manual_seed(1))
     logits, reference, _ = run(wiring, schedule, tp=2, rank=1, tokens=tokens, reducer=Announced() if announced else None)
@@ -130,6 +130,37 @@ def test_one_lane_ladder_hides_every_sum() -> None:
             assert ("main", "compute", hider) in log[started:waited]
 
 
+def test_woven_ladder_hides_attention_and_every_sum() -> None:
+    """The products stay in one line. Attention runs beside gate/up; attention's sum beside down, the MLP's beside the next QKV."""
+    *_, log = run(Wiring.parse("ladder", LAYERS), "woven", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=Announced())
+
+    def between(first: tuple[str, str, str], last: tuple[str, str, str]) -> list[tuple[str, str, str]]:
+        return log[log.index(first) : log.index(last)]
+
+    for layer in range(LAYERS):
+        attention, mlp, attend = f"attention {layer}", f"mlp {layer}", f"attend of attention {layer}"
+        started, wanted = ("attention", "compute", attend), ("main", "wait", attend)
+        assert log.index(("main", "compute", attention)) < log.index(started)
+        assert ("main", "compute", mlp) in between(started, wanted)
+        assert log.index(wanted) < log.index(("main", "compute", f"output of {attention}"))
+    for layer in range(LAYERS - 1):
+        ended = ("main", "record", f"mlp {layer}")  # after down, which follows attention's output
+        assert ended in between(
+            ("sum-0", "compute", f"sum of attention {layer}"), ("main", "wait", f"sum of attention {layer}")
+        )
+        hider = ("main", "compute", f"attention {layer + 1}")
+        assert hider in between(("sum-1", "compute", f"sum of mlp {layer}"), ("main", "wait", f"sum of mlp {layer}"))
+
+
+def test_only_layers_whose_mlp_does_not_wait_for_attention_are_woven() -> None:
+    plan = plan_steps(Wiring.parse("ladder:2,3", LAYERS), "woven")
+    assert [step.name for step in plan.steps if plan.weaves(step)] == ["attention 2", "attention 3"]
+    assert not any(plan_steps(plan.wiring).weaves(step) for step in plan.steps)
+    assert schedules_of(plan.wiring) == SCHEDULES
+    assert schedules_of(Wiring.parse("parallel", LAYERS)) == ("one", "woven")
+    assert schedules_of(Wiring.parse("desync-2x", LAYERS)) == ("one",)
+
+
 def test_standard_sums_in_line() -> None:
     *_, log = run(Wiring.parse("standard", LAYERS), "one", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=Announced())
     assert not [entry for entry in log if entry[1] == "wait"]
@@ -137,7 +168,7 @@ def test_standard_sums_in_line() -> None:
 
 
 def test_two_lanes_wait_only_for_the_other_lane() -> None:
-    plan = plan_steps(Wiring.parse("ladder", LAYERS), lanes=2)
+    plan = plan_steps(Wiring.parse("ladder", LAYERS), "two")
     newest = {0: 0, 1: 0}
     for step in plan.steps:
         newest[step.lane] = max((newest[step.lane], *step.absorbs))
@@ -149,7 +180,7 @@ def test_two_lanes_wait_only_for_the_other_lane() -> None:
 @pytest.mark.parametrize("spec", ["ladder", "ladder:3-5", "ladder:1,4"])
 def test_ring_is_never_overwritten_while_needed(spec: str, schedule: str) -> None:
     """A slot is reused RING steps later; by then every consumer must be *ordered* before the writer, not merely earlier in the list."""
-    plan = plan_steps(Wiring.parse(spec, LAYERS), lanes=SCHEDULES[schedule])
+    plan = plan_steps(Wiring.parse(spec, LAYERS), schedule)
     steps = [*plan.steps, plan.final]
     before: dict[int, set[int]] = {}  # step index -> indices known finished when it starts
     last_in_lane: dict[int, int] = {}
@@ -176,13 +207,15 @@ def test_number_of_sums(spec: str, sums: int) -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="no delayed-1 wiring"):
         plan_steps(Wiring.parse("delayed-1", LAYERS))
+    with pytest.raises(ValueError, match="unknown schedule 'three'; choose from one, two, woven"):
+        plan_steps(Wiring.parse("ladder", LAYERS), "three")
     with pytest.raises(ValueError, match="two lanes need a ladder wiring"):
-        plan_steps(Wiring.parse("parallel", LAYERS), lanes=2)
+        plan_steps(Wiring.parse("parallel", LAYERS), "two")
 
 
 def test_a_plan_answers_without_comparing_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Asked for every step of every prompt while the card waits: a search through the steps took 6 to 8 ms of a fast host's time."""
-    plan = plan_steps(Wiring.parse("ladder:2", LAYERS), lanes=1)
+    plan = plan_steps(Wiring.parse("ladder:2", LAYERS))
 
     def compared(self, other):
         raise AssertionError("a step was compared with another")

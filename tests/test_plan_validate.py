@@ -176,6 +176,19 @@ def test_decode_results_calibrate_the_engine_on_quiet_steps_and_are_checked_on_t
     assert not validate(engine_results=[file]).passed
 
 
+def test_schedules_and_launches_that_the_planner_has_not(tmp_path):
+    """Of a woven step the best of the other schedules is compared; sums with an ordinary launch are left out."""
+    document = decode_document()
+    tried = {"one": 4.8, "two": 4.6, "woven": 4.5}
+    document["rows"][1] |= {"schedule": "woven", "ms_per_token": 4.5, "schedules_tried_ms": tried}
+    document["rows"][2]["early"] = False
+    document["rows"][3] |= {"schedule": "woven", "schedules_tried_ms": {}}
+    file = tmp_path / "decode.json"
+    file.write_text(json.dumps(document))
+    points = result_points([file], "engine", shipped())
+    assert [(p.wiring, p.measured) for p in points] == [("standard", 1.0), (TWO_LANES, 4.6)]
+
+
 def test_a_card_the_planner_does_not_know_is_refused(tmp_path):
     file = tmp_path / "decode.json"
     file.write_text(json.dumps(decode_document(gpu="Radeon")))

@@ -6,6 +6,7 @@ One GPU holds one rank, so the all-reduces are emulated (``engine/emulate.py``) 
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -94,11 +95,18 @@ def record_engine(
         raise ValueError("recording the engine needs a CUDA device; `ladder trace --tp 2` records CPU ranks")
     if tp < 2:
         raise ValueError(f"there is nothing to wait for with one rank, got --tp {tp}: emulate a rank of several")
+    if schedule not in ("auto", "one", "two"):
+        raise ValueError(f"a trace shows one or two lanes, got --schedule {schedule}: choose auto, one or two")
     shard = Shard(model, tp, layers=layers)
     panels, rows = [], []
     for wiring in wirings:
         # A kernel that is launched before its input is there waits inside its own span, so nothing is launched early here.
-        engine = shard.engine(wiring, parse_link(link, tp=tp), batch=1, max_context=context + 16, schedule=schedule, pdl=0)
+        asked: dict[str, Any] = dict(batch=1, max_context=context + 16, pdl=0)
+        engine = shard.engine(wiring, parse_link(link, tp=tp), **asked, schedule=schedule)
+        if engine.schedule == "woven":  # attention's kernels lie among the MLP's there: no modules to draw
+            times = engine.step_ms
+            faster = "two" if times.get("two", math.inf) < times["one"] else "one"
+            engine = shard.engine(wiring, parse_link(link, tp=tp), **asked, schedule=faster)
         engine.reset(context, random_context=True)
         for _ in range(3):
             engine.replay()

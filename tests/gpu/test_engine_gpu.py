@@ -27,6 +27,7 @@ from ladder_residual.engine import (
     stack_weights,
 )
 from ladder_residual.engine.gemv_ops import GemvTiles
+from ladder_residual.engine.schedule import SCHEDULES
 from ladder_residual.presets import ModelShape
 
 try:
@@ -95,7 +96,7 @@ def test_logits_of_every_wiring(wiring: str, batch: int, link: str) -> None:
     assert worst_error(SHAPE, wiring, batch=batch, link=link) <= TOLERANCE
 
 
-@parametrize("schedule", ["one", "two"])
+@parametrize("schedule", SCHEDULES)
 @parametrize("wiring", ["ladder", "ladder:2-3", "ladder:0,2"])
 @parametrize("batch", [1, 3])
 def test_every_schedule(schedule: str, wiring: str, batch: int) -> None:
@@ -288,7 +289,7 @@ def test_real_reducers_on_one_rank(reducer: str, batch: int) -> None:
     spec = EngineSpec.from_shape(SHAPE)
     weights = stack_weights(spec, RankSizes.of(SHAPE, 1, 0), random_weights(spec, 1, 0, torch.bfloat16, "cuda"))
     wiring = Wiring.parse("ladder", SHAPE.num_layers)
-    for schedule in ("one", "two"):
+    for schedule in SCHEDULES:
         engine = DecodeEngine(
             spec, wiring, weights, reducer=reducer, groups=groups, batch=batch, max_context=32, schedule=schedule
         )
@@ -338,11 +339,14 @@ def small() -> int:
     for wiring, batch, schedule, products in (
         ("ladder", 1, "two", "cublas"),
         ("ladder", 1, "one", "cublas"),
+        ("ladder", 1, "woven", "cublas"),
+        ("parallel", 1, "woven", "cublas"),
         ("standard", 3, "one", "cublas"),
         ("desync-2x", 1, "one", "cublas"),
         ("parallel", 3, "one", "cublas"),
         ("ladder", 3, "two", "cublas"),
         ("ladder", 3, "two", "triton"),
+        ("ladder", 3, "woven", "triton"),
         ("desync-3x", 5, "one", "triton"),
     ):
         sizes = {"batch": batch, "context": 70, "steps": 2}

@@ -91,7 +91,7 @@ def bench_decode(
     ] = None,
     wirings: Wirings = "standard,ladder,parallel,desync-2x,no-comm",
     links: Links = "none;24us",
-    schedule: Annotated[str, typer.Option(help="Of ladder: one lane, two lanes, or auto (measured).")] = "auto",
+    schedule: Annotated[str, typer.Option(help="Of ladder: one, two (lanes), woven, or auto (measured).")] = "auto",
     products: Annotated[
         str, typer.Option(help="Of batches 2 to 16 on a GPU: cublas, triton (our own kernels) or auto (measured).")
     ] = "auto",

@@ -119,6 +119,7 @@ def bench_decode(
                         "batch": batch,
                         "link": link_name,
                         "link_us": round(link.microseconds(batch * shard.sizes.hidden * 2), 2),
+                        "early": link.early,
                         "wiring": wiring,
                         "schedule": engine.schedule,
                         "products": engine.products,

@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Mapping
 from statistics import median
@@ -30,7 +31,7 @@ from .multiprocessors import products_leave, shared_memory
 from .prefill_ops import FusedPrefillOps, PrefillOps
 from .reducers import NcclReducer, make_reducer
 from .row_ops import BATCHES, RowOps, RowTiles
-from .schedule import SCHEDULES, Plan, can_run_two_lanes, plan_steps
+from .schedule import SCHEDULES, Plan, plan_steps, schedules_of
 from .spec import EngineSpec, RankSizes
 from .streams import CudaStreams
 from .weights import RankWeights, stack_weights
@@ -54,7 +55,7 @@ class DecodeEngine:
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
         max_context: int = 2048, schedule: str = "auto", products: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None,
         release: bool = False,
-        stream_priorities: tuple[int, int] = (0, 0), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
+        stream_priorities: tuple[int, int] = (0, -5), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
         sizes = {"batch": batch, "max_context": max_context, "tp": tp, "rank": rank}
@@ -82,7 +83,7 @@ class DecodeEngine:
             self.step_ms: dict[str, float] = {}  # measured at start-up, by schedule
             self._length = 0  # of the longest sequence; the device counts for itself
             self.schedule = self._choose(schedule, products)
-            self.lanes = SCHEDULES[self.schedule]
+            self.lanes = self._executing.plan.lanes
         self.startup_seconds = time.perf_counter() - began
 
     # ---- use -------------------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ class DecodeEngine:
         )
         ops = self.prompt_ops(self.spec, self.sizes, self.weights, self.cache, steps)
         ops.last = (torch.arange(batch) * steps + lengths - 1).to(self.device)
-        executor = self._executor(plan_steps(self.wiring, lanes=1), ops, rows=batch * steps, prefill=True)
+        executor = self._executor(plan_steps(self.wiring), ops, rows=batch * steps, prefill=True)
         with torch.cuda.device(self.device), products_leave(self._leave_beside(executor), self.device):
             executor.run(input_ids.to(self.device), self._logits)
         self.cache.set_lengths(lengths.to(self.device))
@@ -187,22 +188,20 @@ class DecodeEngine:
         return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
 
     def _executor(self, plan: Plan, ops: Ops, rows: int, *, prefill: bool = False) -> Executor:
-        reducer, priorities = self.reducer, self._priorities
-        if prefill:
-            # sums go first when a multiprocessor frees up: a matrix product leaves them none until it ends
-            priorities = (0, -5)
-            if reducer.name == "symm":  # symmetric buffers are set up with all ranks: not for every new prompt length
-                assert self._groups is not None
-                reducer = NcclReducer(self._groups)
+        reducer = self.reducer
+        if prefill and reducer.name == "symm":  # symmetric buffers are set up with all ranks: not for every new prompt length
+            assert self._groups is not None
+            reducer = NcclReducer(self._groups)
+        # Sums go first when a multiprocessor frees up: a matrix product leaves them none until it ends, nor does a kernel that was
+        # launched early and waits.
         return Executor(
-            plan, ops, reducer, CudaStreams(self.device, priorities=priorities), rows=rows, hidden=self.sizes.hidden,
+            plan, ops, reducer, CudaStreams(self.device, priorities=self._priorities), rows=rows, hidden=self.sizes.hidden,
             tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device, pdl_across_waits=self._across,
         )  # fmt: skip
 
     def _choose(self, schedule: str, products: str) -> str:
         """Capture every candidate (schedule and tiles), time each where there is a choice, and keep the fastest."""
-        possible = list(SCHEDULES) if can_run_two_lanes(self.wiring) else ["one"]
-        schedules = possible if schedule == "auto" else [schedule]
+        schedules = list(schedules_of(self.wiring)) if schedule == "auto" else [schedule]
         tiles: list[Tiles] = [None]
         if self.batch == 1:
             room = shared_memory(self.device)
@@ -210,13 +209,14 @@ class DecodeEngine:
             tiles = [self._tiles] if self._tiles else [*made]
         elif products != "cublas" and self.batch in BATCHES and self.weights.dtype != EXACT:
             tiles = [*([None] if products == "auto" else []), *RowTiles.candidates(self.sizes)]
+        gc.collect()  # an old engine's graph that is freed during a capture would spoil it
         best: tuple[float, str] | None = None
         if len(schedules) * len(tiles) > 1:
             self.reset(min(1024, self.max_context // 2), random_context=True)
             context = self._length
         for name in schedules:
             for candidate in tiles:
-                graph, executor = self._capture(plan_steps(self.wiring, lanes=SCHEDULES[name]), candidate)
+                graph, executor = self._capture(plan_steps(self.wiring, name), candidate)
                 if len(schedules) * len(tiles) > 1:
                     time_ms = self._slowest_rank(median(self._time_steps(graph, context)))
                     self.step_ms[name] = min(time_ms, self.step_ms.get(name, time_ms))
@@ -308,7 +308,7 @@ def check_request(
         raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
     if products not in PRODUCTS:
         raise ValueError(f"unknown products {products!r}; choose from {', '.join(PRODUCTS)}")
-    plan_steps(wiring, lanes=SCHEDULES.get(schedule, 1))
+    plan_steps(wiring, "one" if schedule == "auto" else schedule)
 
 
 def check_weights(dtype: torch.dtype, device: torch.device, *, exact: bool = False) -> None:

@@ -1,8 +1,9 @@
 """Emulated links: how long an all-reduce of so many bytes lasts on a machine we do not have.
 
 ``parse_link("24us")``, ``parse_link("alpha=12,beta=90")`` (microseconds and GB/s), ``parse_link("h200_sxm-nccl", tp=8)`` (measured
-points of ``data/plan/allreduce.csv``), ``parse_link("none")``. Whatever is timed with one of these is an *emulated* result and must
-be labelled so.
+points of ``data/plan/allreduce.csv``), ``parse_link("none")``. ``24us+launch`` is the same as an ordinary kernel, as NCCL's are: it
+starts when its message is complete, and nothing that waits for it may start before its end. Whatever is timed with one of these is
+an *emulated* result and must be labelled so.
 """
 
 from __future__ import annotations
@@ -10,11 +11,15 @@ from __future__ import annotations
 import csv
 import re
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
-LINK_FORMS = "none, 24us, alpha=12,beta=90 (microseconds and GB/s), or a measured table such as h200_sxm-nccl"
+LINK_FORMS = (
+    "none, 24us, alpha=12,beta=90 (microseconds and GB/s), or a measured table such as h200_sxm-nccl; "
+    "with +launch behind it, as a kernel that cannot be launched early"
+)
+LAUNCH = "+launch"
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,7 @@ class Link:
     times: tuple[float, ...]  # microseconds
     alpha: float = 0.0
     microseconds_per_byte: float = 0.0
+    early: bool = True  # launched before its message is there, and what waits for it before its end
 
     def microseconds(self, size: int) -> float:
         if not self.sizes:
@@ -45,6 +51,8 @@ class Link:
 
 def parse_link(text: str, *, tp: int = 8) -> Link:
     text = text.strip().lower()
+    if text.endswith(LAUNCH):
+        return replace(parse_link(text.removesuffix(LAUNCH), tp=tp), name=text, early=False)
     if text in ("none", "0", "0us"):
         return Link("none", (), ())
     if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*us", text):

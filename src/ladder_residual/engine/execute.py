@@ -26,9 +26,17 @@ class Ops(Protocol):
 
     def embed(self, tokens: Tensor, message: Tensor) -> None: ...
 
-    def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None: ...
+    # attention: the three in this order
+    def qkv(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None: ...
 
-    def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None: ...
+    def attend(self, step: Step, launch: Launcher) -> None: ...
+
+    def output(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None: ...
+
+    # the MLP: these two
+    def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None: ...
+
+    def down(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None: ...
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None: ...
 
@@ -48,8 +56,9 @@ class Executor:
         self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
         self._slots = {step.output: index % RING for index, step in enumerate(plan.steps)}
         self._by_output = {step.output: step for step in plan.steps}
-        carveout = ops.launchers[0].carveout if ops.launchers else None
-        self._sum_launchers = [Launcher(carveout=carveout) for _ in range(2)]
+        leading: Any = ops.launchers[0] if ops.launchers else Launcher(pdl=0)
+        self._early_sums = leading.early_sums
+        self._sum_launchers = [Launcher(carveout=leading.carveout) for _ in range(2)]
         widest = max(len(step.absorbs) for step in (*plan.steps, plan.final))
         assert widest <= MAX_ABSORBS, f"a step absorbs {widest} outputs, the kernels take {MAX_ABSORBS}"
 
@@ -64,26 +73,56 @@ class Executor:
         self._events: dict[int, Any] = {}
         if plan.lanes == 2:
             streams.wait("attention", streams.record("main", "embedding"))
+        beside: tuple[Step, Any] | None = None  # an attention that runs beside the line, and the event of its end
         for step in plan.steps:
             name = self._lane_names[step.lane]
             launcher = launchers[step.lane]
+            lane = self._lanes[step.lane]
             with streams.on(name):
                 absorbed = self._collect(step, launcher)
-                message = self._ring[self._slots[step.output]][0]
-                other = None if step.adds_output is None else self._ring[self._slots[step.adds_output]][0]
-                lane = self._lanes[step.lane]
                 self._note(name, step.name)
                 if step.kind == "agree":
-                    self._agree(step, lane, absorbed, message, launcher)
+                    self._agree(step, lane, absorbed, self._message(step), launcher)
                 elif step.kind == "attention":
-                    self.ops.attention(step, lane, absorbed, message, other)
+                    self.ops.qkv(step, lane, absorbed)
+                    if plan.weaves(step):
+                        beside = (step, self._attend_beside(step, launchers[1]))
+                        continue
+                    self.ops.attend(step, launcher)
+                    self._output(step, lane)
                 else:
-                    self.ops.mlp(step, lane, absorbed, message, other)
+                    self.ops.gate_up(step, lane, absorbed)
+                    if beside is not None:
+                        attention, ended = beside
+                        streams.wait(name, ended)
+                        self._note(name, f"output of {attention.name}")
+                        self._output(attention, lane)
+                        self._send(attention, name, launcher)
+                        beside = None
+                    self.ops.down(step, lane, self._message(step), self._added(step))
                 self._send(step, name, launcher)
         final = plan.final
         absorbed = self._collect(final, launchers[final.lane])
         self._note("main", "head")
         self.ops.head(final, self._lanes[final.lane], absorbed, logits)
+
+    def _message(self, step: Step) -> Tensor:
+        return self._ring[self._slots[step.output]][0]
+
+    def _added(self, step: Step) -> Tensor | None:
+        return None if step.adds_output is None else self._ring[self._slots[step.adds_output]][0]
+
+    def _output(self, step: Step, lane: Lane) -> None:
+        self.ops.output(step, lane, self._message(step), self._added(step))
+
+    def _attend_beside(self, step: Step, launcher: Launcher) -> Any:
+        """An ordinary launch: begun early, it would hold registers that the next product's programs need."""
+        self.streams.wait("attention", self.streams.record("main", step.name))
+        with self.streams.on("attention"):
+            launcher.dependent = False
+            self._note("attention", f"attend of {step.name}")
+            self.ops.attend(step, launcher)
+            return self.streams.record("attention", f"attend of {step.name}")
 
     def _collect(self, step: Step, launcher: Launcher) -> list[Tensor]:
         """The outputs a step absorbs, after waiting for those made elsewhere."""
@@ -109,7 +148,9 @@ class Executor:
             beside = f"sum-{side}"
             streams.wait(beside, streams.record(name, step.name))
             with streams.on(beside):
-                self._sum_launchers[side].dependent = self._pdl_across_waits
+                # A kernel that both of its followers may overtake loses that to both of them. The sum starts when its message is
+                # there, so it is the line that keeps it.
+                self._sum_launchers[side].dependent = self._early_sums
                 self._note(beside, f"sum of {step.name}")
                 self.reducer.reduce(*buffers, side, self._sum_launchers[side])
                 self._events[step.output] = streams.record(beside, f"sum of {step.name}")

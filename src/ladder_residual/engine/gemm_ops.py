@@ -76,10 +76,13 @@ class GemmOps:
     def embed(self, tokens: Tensor, message: Tensor) -> None:
         embed_tokens(self.sizes, self.weights.embedding, tokens, message)
 
-    def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
-        s, w, launch, cache = self.sizes, self.weights.layers[step.layer], self.launchers[step.lane], self.cache
+    def qkv(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
+        w = self.weights.layers[step.layer]
         normed = self._absorb_norm(step, lane, absorbed, w.first_norm)
-        self._project(launch, normed, w.qkv, self._qkv)
+        self._project(self.launchers[step.lane], normed, w.qkv, self._qkv)
+
+    def attend(self, step: Step, launch: Launcher) -> None:
+        s, w, cache = self.sizes, self.weights.layers[step.layer], self.cache
         none = self._lse
         launch(
             self._attend.decode_attention, (cache.batch, s.kv_heads, self.splits),
@@ -89,19 +92,23 @@ class GemmOps:
             KV_HEADS=s.kv_heads, GROUP=s.group, GROUP_PAD=max(16, triton.next_power_of_2(s.group)), DIM=s.head_dim, BLOCK_T=64,
             SPLITS=self.splits, SLICES=self.slices, NORMED=True, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None, warps=4,
         )  # fmt: skip
-        merged = self._split.view(self._merged.shape) if self.splits == 1 else self._merged
         if self.splits > 1:
             launch(
-                self._attend.merge_splits, (cache.batch * s.heads,), self._split, self._lse, merged, SPLITS=self.splits,
+                self._attend.merge_splits, (cache.batch * s.heads,), self._split, self._lse, self._merged, SPLITS=self.splits,
                 SPLITS_PAD=triton.next_power_of_2(self.splits), DIM=s.head_dim, warps=1 if self.splits <= 8 else 4,
             )  # fmt: skip
-        self._output(step, lane, merged, w.output, message, other)
 
-    def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
-        w, launch = self.weights.layers[step.layer], self.launchers[step.lane]
+    def output(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+        merged = self._split.view(self._merged.shape) if self.splits == 1 else self._merged
+        self._output(step, lane, merged, self.weights.layers[step.layer].output, message, other)
+
+    def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
+        w = self.weights.layers[step.layer]
         normed = self._absorb_norm(step, lane, absorbed, w.first_norm if step.first_norm else w.second_norm)
-        self._gated(launch, normed, w.gate_up, self._act)
-        self._output(step, lane, self._act, w.down, message, other)
+        self._gated(self.launchers[step.lane], normed, w.gate_up, self._act)
+
+    def down(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+        self._output(step, lane, self._act, self.weights.layers[step.layer].down, message, other)
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
         normed = self._absorb_norm(step, lane, absorbed, self.weights.final_norm)

@@ -44,6 +44,7 @@ class GemvTiles:
     block_t: int = 64
     attention_warps: int = 8
     carveout: int | None = None  # per cent of L1 that all kernels give to shared memory (carveout.py); None: each its own
+    early_sums: bool = False  # sums beside the line may begin before their message is there (execute.py)
 
     def __post_init__(self) -> None:
         if self.qkv.walkers and self.slices > 1:
@@ -73,7 +74,7 @@ class GemvTiles:
         walk, down = _walk(4, hidden), _tile(8, 4, 1, ff)
         one = replace(rank[0], gate_up=walk, down=down)
         two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
-        waiting = replace(one, gate_up=replace(walk, shared=3, registers=None), carveout=100)
+        waiting = replace(one, gate_up=replace(walk, shared=3, registers=None), carveout=100, early_sums=True)
         fits = itemsize == 2 and 3 * walk.rows * walk.block_k * itemsize + SCRATCH <= shared
         rank = [one, *([waiting] if fits else []), two, rank[0]]
         whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
@@ -123,6 +124,7 @@ class Launcher:
     pdl: int = 1  # 0: off; 1: the next kernel may start with this one; 2: once this one's input is there
     dependent: bool = False
     carveout: int | None = None  # GemvTiles
+    early_sums: bool = False  # GemvTiles
 
     def __call__(
         self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
@@ -157,7 +159,7 @@ class GemvOps:
         self.spec, self.sizes, self.weights, self.cache, self.tiles = spec, sizes, weights, cache, tiles
         self.pdl = pdl
         device = weights.device
-        self.launchers = [Launcher(pdl, carveout=tiles.carveout) for _ in range(2)]
+        self.launchers = [Launcher(pdl, carveout=tiles.carveout, early_sums=tiles.early_sums) for _ in range(2)]
         self._multiprocessors = multiprocessors(device)
         make = torch.empty
         self._qkv = make(
@@ -172,25 +174,30 @@ class GemvOps:
     def embed(self, tokens: Tensor, message: Tensor) -> None:
         embed_tokens(self.sizes, self.weights.embedding, tokens, message)
 
-    def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
+    def qkv(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
         w, t = self.weights.layers[step.layer], self.tiles
-        launch = self.launchers[step.lane]
         self._norm_project(step, lane, absorbed, w.first_norm, w.qkv, self._qkv, t.qkv, slices=t.slices)
-        self._decode_attention(launch, w, step.layer)
-        merged = self._split  # a single split is already the whole
+
+    def attend(self, step: Step, launch: Launcher) -> None:
+        t = self.tiles
+        self._decode_attention(launch, self.weights.layers[step.layer], step.layer)
         if t.splits > 1:
-            merged = self._merged
             launch(
-                self._attend.merge_splits, (self.sizes.heads,), self._split, self._lse, merged,
+                self._attend.merge_splits, (self.sizes.heads,), self._split, self._lse, self._merged,
                 SPLITS=t.splits, SPLITS_PAD=triton.next_power_of_2(t.splits), DIM=self.sizes.head_dim, warps=4,
             )  # fmt: skip
-        self._output(step, lane, merged, w.output, message, t.output, other)
 
-    def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
+    def output(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+        merged = self._merged if self.tiles.splits > 1 else self._split  # a single split is already the whole
+        self._output(step, lane, merged, self.weights.layers[step.layer].output, message, self.tiles.output, other)
+
+    def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
         w, t = self.weights.layers[step.layer], self.tiles
         norm = w.first_norm if step.first_norm else w.second_norm
         self._norm_project(step, lane, absorbed, norm, w.gate_up, self._act, t.gate_up, gated=True)
-        self._output(step, lane, self._act, w.down, message, t.down, other)
+
+    def down(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+        self._output(step, lane, self._act, self.weights.layers[step.layer].down, message, self.tiles.down, other)
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
         self._norm_project(step, lane, absorbed, self.weights.final_norm, self.weights.head, logits, self.tiles.head)

@@ -33,27 +33,34 @@ class PrefillOps:
     def __init__(self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, steps: int) -> None:
         self.spec, self.sizes, self.weights, self.cache, self.steps = spec, sizes, weights, cache, steps
         self.last: Tensor | None = None  # rows to give logits for: each prompt's last token
+        self._made: dict[str, Tensor] = {}  # between the parts of a module; taken out by the part that reads it
 
     def embed(self, tokens: Tensor, message: Tensor) -> None:
         local = tokens.reshape(-1) - self.sizes.vocab_first
         mine = (local >= 0) & (local < self.sizes.vocab_rows)
         message.copy_(self.weights.embedding[local.clamp(0, self.sizes.vocab_rows - 1)] * mine.unsqueeze(-1))
 
-    def attention(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
-        w, cache, steps = self.weights.layers[step.layer], self.cache, self.steps
-        qkv = F.linear(self._absorb_norm(step, lane, absorbed, w.first_norm), w.qkv)
-        keys, values = cache.keys[step.layer], cache.values[step.layer]
-        q = self._rotate_and_store(qkv, w, keys, values)
-        k, v = keys[:, :, :steps], values[:, :, :steps]
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.sizes.group > 1)
-        torch.mm(out.transpose(1, 2).reshape(message.shape[0], -1), w.output.T, out=message)
-        self._additions(step, lane, message, other)
+    def qkv(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
+        w = self.weights.layers[step.layer]
+        self._made["qkv"] = F.linear(self._absorb_norm(step, lane, absorbed, w.first_norm), w.qkv)
 
-    def mlp(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, other: Tensor | None) -> None:
+    def attend(self, step: Step, launch: Launcher) -> None:
+        keys, values = self.cache.keys[step.layer], self.cache.values[step.layer]
+        q = self._rotate_and_store(self._made.pop("qkv"), self.weights.layers[step.layer], keys, values)
+        k, v = keys[:, :, : self.steps], values[:, :, : self.steps]
+        self._made["attended"] = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.sizes.group > 1)
+
+    def output(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+        attended = self._made.pop("attended").transpose(1, 2).reshape(message.shape[0], -1)
+        self._project(step, lane, attended, self.weights.layers[step.layer].output, message, other)
+
+    def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
         w = self.weights.layers[step.layer]
         normed = self._absorb_norm(step, lane, absorbed, w.first_norm if step.first_norm else w.second_norm)
-        torch.mm(self._gated(F.linear(normed, w.gate_up)), w.down.T, out=message)
-        self._additions(step, lane, message, other)
+        self._made["act"] = self._gated(F.linear(normed, w.gate_up))
+
+    def down(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+        self._project(step, lane, self._made.pop("act"), self.weights.layers[step.layer].down, message, other)
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
         normed = self._absorb_norm(step, lane, absorbed, self.weights.final_norm)
@@ -92,7 +99,10 @@ class PrefillOps:
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight.float(), self.spec.norm_eps)
 
-    def _additions(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+    def _project(
+        self, step: Step, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None
+    ) -> None:  # fmt: skip
+        torch.mm(x, weight.T, out=message)
         if step.adds_stream:
             message.add_(lane.stream, alpha=1.0 / self.sizes.tp)
         if other is not None:

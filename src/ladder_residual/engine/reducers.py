@@ -65,7 +65,9 @@ class EmulatedReducer(NoReducer):
         nanoseconds = round(1000 * self.link.microseconds(size))
         piece = COPIED if message.numel() <= LARGE else 16 * COPIED
         programs = min(self.multiprocessors, -(-message.numel() // piece))  # none without a piece of the message
-        launch(copy_that_lasts, (programs,), message, total, message.numel(), nanoseconds, BLOCK=piece, warps=8)
+        start = launch if self.link.early else Launcher(pdl=0, carveout=launch.carveout)
+        start(copy_that_lasts, (programs,), message, total, message.numel(), nanoseconds, BLOCK=piece, warps=8)
+        launch.dependent = self.link.early
 
 
 class NcclReducer(NoReducer):

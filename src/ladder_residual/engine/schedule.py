@@ -1,26 +1,28 @@
 """The order of work of one decode step, as data: who reads which version of the stream, what is summed, in which lane.
 
-    >>> plan = plan_steps(Wiring.parse("ladder", num_layers=2), lanes=1)
+    >>> plan = plan_steps(Wiring.parse("ladder", num_layers=2), "one")
     >>> [(step.name, step.absorbs) for step in plan.steps]
     [('attention 0', (0,)), ('mlp 0', ()), ('attention 1', (1,)), ('mlp 1', (2,))]
 
 Outputs are numbered: 0 is the embedding, i the i-th module of the chain (attention, MLP, attention, ...), as in the recurrence
 x_i = x_{i-1} + AR(h_i(.)). A step *absorbs* outputs into its lane's copy of the stream before it reads it. With two lanes the
 attention chain and the MLP chain each keep their own copy and exchange outputs only, so that they can run at the same time.
-Nothing here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
+*Woven* is one lane in which only attention over the cache, the one kernel that leaves the memory idle, leaves the line: it runs
+beside the MLP's first product, and attention's output product waits for both. Nothing here touches a device: ``execute.py`` runs a
+plan, tests run it on the CPU.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 
 from ..config import Wiring
 
 MAX_ABSORBS = 3  # what one kernel adds in a go; the widest case is a standard layer after a ladder layer in two lanes
-SCHEDULES = {"one": 1, "two": 2}  # lanes
+SCHEDULES = ("one", "two", "woven")
 SUPPORTED_KINDS = ("standard", "ladder", "parallel", "desync", "no-comm")
 
 
@@ -50,6 +52,7 @@ class Plan:
     lanes: int
     steps: tuple[Step, ...]
     final: Step  # what the head absorbs (kind "head", makes no output)
+    woven: bool = False
 
     @property
     def sums(self) -> int:
@@ -63,7 +66,17 @@ class Plan:
         """Whether other work of the same lane may run while this step's sum is under way."""
         return step.output in self._overlapped
 
+    def weaves(self, step: Step) -> bool:
+        """Whether the MLP's first product may come between an attention's QKV product and its output product."""
+        return step.output in self._woven
+
     # Looked up for every step of every prompt, while the card waits: worked out once.
+    @cached_property
+    def _woven(self) -> frozenset[int]:
+        pairs = pairwise(self.steps) if self.woven else ()
+        apart = (pair for pair in pairs if (pair[0].kind, pair[1].kind) == ("attention", "mlp"))
+        return frozenset(step.output for step, mlp in apart if step.output not in mlp.absorbs)
+
     @cached_property
     def _consumers(self) -> dict[int, list[Step]]:
         found: dict[int, list[Step]] = {}
@@ -80,14 +93,16 @@ class Plan:
 
 
 @cache
-def plan_steps(wiring: Wiring, *, lanes: int = 1) -> Plan:
+def plan_steps(wiring: Wiring, schedule: str = "one") -> Plan:
     if wiring.kind not in SUPPORTED_KINDS:
         raise ValueError(f"the CUDA engine has no {wiring.name} wiring; it runs {', '.join(SUPPORTED_KINDS)}")
-    if lanes not in (1, 2):
-        raise ValueError(f"a step runs in 1 or 2 lanes, got {lanes}")
-    if lanes == 2 and wiring.kind not in ("ladder", "standard"):
-        raise ValueError(f"two lanes need a ladder wiring, {wiring.spec} has one chain: use one lane")
-    return _plan_two_lanes(wiring) if lanes == 2 else _plan_one_lane(wiring)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"unknown schedule {schedule!r}; choose from {', '.join(SCHEDULES)}")
+    if schedule == "two":
+        if wiring.kind not in ("ladder", "standard"):
+            raise ValueError(f"two lanes need a ladder wiring, {wiring.spec} has one chain: use one lane")
+        return _plan_two_lanes(wiring)
+    return replace(_plan_one_lane(wiring), woven=schedule == "woven")
 
 
 def _plan_one_lane(wiring: Wiring) -> Plan:
@@ -166,6 +181,9 @@ def _plan_two_lanes(wiring: Wiring) -> Plan:
     return Plan(wiring, 2, tuple(steps), final)
 
 
-def can_run_two_lanes(wiring: Wiring) -> bool:
-    """Two chains exist only where some layers are ladder layers."""
-    return wiring.kind == "ladder"
+def schedules_of(wiring: Wiring) -> tuple[str, ...]:
+    """Those that differ from one lane: two chains exist only where some layers are ladder layers, and an MLP that does not wait for its
+    layer's attention there and in parallel layers."""
+    if wiring.kind == "ladder":
+        return SCHEDULES
+    return ("one", "woven") if wiring.kind == "parallel" else ("one",)

@@ -248,6 +248,8 @@ def _decode_points(data: Mapping[str, Any], source: str, hardware: Hardware) -> 
     device = replace(hardware.device(name), bandwidth_gbs=read, bandwidth_share=1.0)
     points = []
     for row in data["rows"]:
+        if not row.get("early", True):  # what an ordinary launch costs the kernels around it is not in the planner
+            continue
         # The copy that stands for an all-reduce lasts as long as it says, so nothing is added to it.
         link = replace(hardware.link("emulated", device), alpha_us=float(row["link_us"]), in_situ_us=0.0)
         case = Case(
@@ -261,9 +263,15 @@ def _decode_points(data: Mapping[str, Any], source: str, hardware: Hardware) -> 
             new=2,
             real_ranks=False,
         )
-        wiring = TWO_LANES if row["wiring"] == "ladder" and row["schedule"] == "two" else row["wiring"]
+        wiring, schedule, ms = row["wiring"], row["schedule"], float(row["ms_per_token"])
+        if schedule == "woven":  # which the planner has not: what the engine's start gave the schedules it has
+            tried = {name: float(time) for name, time in row["schedules_tried_ms"].items() if name != "woven"}
+            if not tried:
+                continue
+            schedule, ms = min(tried.items(), key=lambda item: item[1])
+        wiring = TWO_LANES if wiring == "ladder" and schedule == "two" else wiring
         group = f"{data['model']}, fused on {name}"
-        ms, context = float(row["ms_per_token"]), float(data["context"])
+        context = float(data["context"])
         points.append(Point(source, group, "check", case, wiring, "ms_per_step", ms, context))
     return points
 

@@ -119,7 +119,7 @@ def trace_engine(
     link: Annotated[str, typer.Option(help="Emulated all-reduce: 24us, alpha=12,beta=90 or a measured table.")] = "24us",
     wirings: Annotated[str, typer.Option(help="With commas between.")] = "standard,ladder",
     context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1280,
-    schedule: Annotated[str, typer.Option(help="auto, one or two lanes.")] = "auto",
+    schedule: Annotated[str, typer.Option(help="auto (the faster of), one or two lanes.")] = "auto",
     out: Out = Path("trace"),
     as_json: Json = False,
 ) -> None:
