@@ -144,6 +144,30 @@ def test_what_the_page_says_of_rows_scored_otherwise_is_so():
     assert max(converted, key=converted.get) == "distill 15 chosen, own samples"
 
 
+def test_what_the_page_says_of_pairs_is_so():
+    """Distillation nearer in every pair: KL on every text, rows on every task. In the loss only with the text's help or all layers."""
+    results = Results(RESULTS)
+    runs = {run["name"]: run for run in results.pairs["runs"]}
+    models, original = results.pair_tasks["models"], results.pairs["original"]["wikitext2"]["loss"]
+    ours = [name for name in runs if name.startswith(("distill", "recipe"))]
+    assert len(ours) == 5
+    for name in ours:
+        other = "sft " + name.partition(" ")[2]
+        for key in ("data", "tokens", "seed", "optimizer", "learning_rate", "other_rate", "batch_tokens", "warmup"):
+            assert runs[name]["settings"][key] == runs[other]["settings"][key], (name, key)
+        for text, before in runs[name]["before"].items():  # both began as the same model
+            assert before["loss"] == pytest.approx(runs[other]["before"][text]["loss"], abs=1e-6)
+        assert all(runs[name]["to_original"][text] < runs[other]["to_original"][text] for text in runs[name]["to_original"])
+        assert all(models[name][task]["changed"] < models[other][task]["changed"] for task in models[name])
+        rise, its = (runs[run]["after"]["wikitext2"]["loss"] - original for run in (name, other))
+        assert (rise < its) == (name.startswith("recipe") or " 30 " in name)
+    own = runs["control adamw, seed 0"]["to_original"]["samples_heldout"]
+    assert all(own > runs[name]["to_original"]["samples_heldout"] for name in ours if " 15 " in name)
+    page = (ROOT / "docs" / "adaptation.md").read_text(encoding="utf-8")
+    nearest, farther = (runs[f"{method} 30 muon, seed 0"]["to_original"]["wikitext2"] for method in ("distill", "sft"))
+    assert f"with all layers {nearest:.2f} against {farther:.2f}." in page
+
+
 @pytest.mark.slow
 def test_the_commands_of_the_page_run_in_their_order(tmp_path):
     text = (ROOT / "docs" / "adaptation.md").read_text(encoding="utf-8")
@@ -167,9 +191,8 @@ def test_the_commands_of_the_page_run_in_their_order(tmp_path):
     assert (tmp_path / "stories-corrected-healed" / "model.safetensors").exists()
 
 
-@pytest.mark.slow
-def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
-    """On the shipped model and a CPU: the same plan, a few hundred tokens instead of millions."""
+def run_script(plan, demo_dir, tmp_path, asked):
+    """``runs/adapt_smollm2.py`` on the shipped model and a CPU: the same plan, a few hundred tokens instead of millions."""
     encoder = Encoder(read_tokenizer(demo_dir), 512)
     (tmp_path / "stories.txt").write_text((demo_dir / "stories.txt").read_text(encoding="utf-8"), encoding="utf-8")
     ids = build_rows(str(tmp_path / "stories.txt"), encoder, 64, tmp_path / "made").ids.astype(np.uint16)
@@ -178,14 +201,10 @@ def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
         np.save(tmp_path / "rows" / f"{name}.npy", part)
     for name, part in (("gsm8k", ids[40:80]), ("reference", ids[20:60])):
         np.save(tmp_path / "rows" / f"{name}.npy", part)
-    words = ["heal", "--model", str(demo_dir), "--rows", str(tmp_path / "rows"), "--work", str(tmp_path / "work")]
+    words = [plan, "--model", str(demo_dir), "--rows", str(tmp_path / "rows"), "--work", str(tmp_path / "work")]
     words += (
         f"--device cpu --no-compile --million 64 --batch 64 --length 64 --rows-per-step 16 --out {tmp_path / 'out'}".split()
     )
-    short = "distill 15 chosen, 4M"
-    ends = ("", ", corrected teacher", ", corrected teacher alone, seed 2")
-    asked = [*(short + end for end in ends), "distill 20 chosen, corrected teacher", "lora 15, 4M", "sft 15 muon, 4M"]
-    asked += ["distill 15 chosen, own samples", "progressive 30, 4M"]
     for name in asked:
         words += ["--run", name]
     done = subprocess.run(
@@ -196,8 +215,28 @@ def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
         timeout=400,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    document = json.loads((tmp_path / "out" / "heal.json").read_text(encoding="utf-8"))
-    runs = {run["name"]: run for run in document["runs"]}
+    document = json.loads((tmp_path / "out" / f"{plan}.json").read_text(encoding="utf-8"))
+    return document, {run["name"]: run for run in document["runs"]}
+
+
+@pytest.mark.slow
+def test_next_token_runs_are_measured_against_the_original_too(demo_dir, tmp_path):
+    asked = [f"{method} 15 adamw, seed 1" for method in ("distill", "sft")]
+    _, runs = run_script("pairs", demo_dir, tmp_path, asked)
+    assert list(runs) == asked
+    distilled, plain = (runs[name] for name in asked)
+    assert distilled["to_original"]["wikitext2"] == pytest.approx(distilled["after"]["wikitext2"]["kl"], rel=1e-3)
+    assert plain["to_original"]["wikitext2"] > 0.01
+    assert "kl" not in plain["after"]["wikitext2"]  # its own measure has no teacher
+
+
+@pytest.mark.slow
+def test_the_script_behind_the_results_runs(demo_dir, tmp_path):
+    short = "distill 15 chosen, 4M"
+    ends = ("", ", corrected teacher", ", corrected teacher alone, seed 2")
+    asked = [*(short + end for end in ends), "distill 20 chosen, corrected teacher", "lora 15, 4M", "sft 15 muon, 4M"]
+    asked += ["distill 15 chosen, own samples", "progressive 30, 4M"]
+    document, runs = run_script("heal", demo_dir, tmp_path, asked)
     assert next(iter(runs)) == "control sft, 4M"
     assert set(runs) == {"control sft, 4M", *asked}
     assert runs["distill 15 chosen, own samples"]["settings"]["data"][0]["path"] == "samples"

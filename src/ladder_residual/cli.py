@@ -61,7 +61,7 @@ Engine = Annotated[str, typer.Option(help="auto, cuda (fused kernels, CUDA graph
 Sums = Annotated[
     str, typer.Option("--reducer", help="Of the CUDA engine's ranks: nccl, or symm (symmetric memory, within a host).")
 ]
-Schedule = Annotated[str, typer.Option(help="Of the CUDA engine: one lane, two lanes, or auto (measured at start-up).")]
+Schedule = Annotated[str, typer.Option(help="Of the CUDA engine: one, two (lanes), woven, or auto (measured at start-up).")]
 Emulate = Annotated[
     str | None,
     typer.Option(help="Be rank 0 of ranks that are not there, for the speed alone: tp=8,link=h200-nccl or tp=8,link=24us."),

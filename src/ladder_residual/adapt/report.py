@@ -17,7 +17,7 @@ from typing import Any
 from ..config import Wiring
 from ..plan.charts import Chart, Series, chart_svg
 from ..plan.selection_chart import ORDERS, selection_chart
-from .report_tasks import answered_otherwise, tasks_along_the_tokens, tasks_table, to_the_control, within_one_error
+from .report_tasks import answered_otherwise, pairs, tasks_along_the_tokens, tasks_table, to_the_control, within_one_error
 from .results import OWN, TARGETS, TEXTS, Results, optional, recipe, table
 
 METHODS = ("sft", "distill", "lora", "progressive")
@@ -254,6 +254,7 @@ FIELDS: dict[str, Callable[[Results], str]] = {
     "within one error": within_one_error,
     "tasks along the tokens": tasks_along_the_tokens,
     "answered otherwise": answered_otherwise,
+    "pairs": pairs,
     "to the control": to_the_control,
     "pilots": pilots_table,
     "words": words,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from .results import OWN, TARGETS, Results, recipe, table
+from .results import OWN, TARGETS, TEXTS, Results, recipe, table
 
 TARGET_TASKS = ("arc_easy", "piqa", "hellaswag", "sciq", "winogrande")
 FIRST = ", first recipe"
@@ -110,16 +110,45 @@ def answered_otherwise(results: Results) -> str:
         scores, run = results.tasks["models"].get(name), results.runs.get(name)
         if scores is None or run is None:
             continue
-        changed, lost, won, count = changed_rows(scores)
-        error = math.sqrt(changed * (1 - changed) / count)
-        mean = sum(scores[task]["difference"] for task in TARGET_TASKS) / len(TARGET_TASKS)
-        mean_error = math.hypot(*(scores[task]["paired_stderr"] for task in TARGET_TASKS)) / len(TARGET_TASKS)
+        *_, count = changed_rows(scores)
         loss = run["after"]["wikitext2"]["loss"]
-        cells = [f"{100 * changed:.1f} ± {100 * error:.1f}", f"{100 * lost:.1f}", f"{100 * won:.1f}"]
-        cells += [f"{100 * mean:+.1f} ± {100 * mean_error:.1f}", f"{loss:.3f} ({loss - results.original['wikitext2']:+.3f})"]
-        rows.append([name, recipe(run), *cells])
-    header = ["run", "how", f"scored otherwise, % of {count:,} rows", "lost", "won"]
-    return table([*header, "mean difference, five tasks", "WikiText-2 loss (to the original)"], rows)
+        rows.append([name, recipe(run), *changed_cells(scores), f"{loss:.3f} ({loss - results.original['wikitext2']:+.3f})"])
+    return table(["run", "how", *changed_header(count), "WikiText-2 loss (to the original)"], rows)
+
+
+def changed_header(count: int) -> list[str]:
+    return [f"scored otherwise, % of {count:,} rows", "lost", "won", "mean difference, five tasks"]
+
+
+def changed_cells(scores: dict[str, Any]) -> list[str]:
+    changed, lost, won, count = changed_rows(scores)
+    error = math.sqrt(changed * (1 - changed) / count)
+    mean = sum(scores[task]["difference"] for task in TARGET_TASKS) / len(TARGET_TASKS)
+    mean_error = math.hypot(*(scores[task]["paired_stderr"] for task in TARGET_TASKS)) / len(TARGET_TASKS)
+    shares = [f"{100 * changed:.1f} ± {100 * error:.1f}", f"{100 * lost:.1f}", f"{100 * won:.1f}"]
+    return [*shares, f"{100 * mean:+.1f} ± {100 * mean_error:.1f}"]
+
+
+def pairs(results: Results) -> str:
+    """Runs that differ in the loss alone, each beside its other, and how far each is from the original."""
+    if results.pairs is None or results.pair_tasks is None:
+        return "Not measured yet.\n"
+    original, models = results.pairs["original"]["wikitext2"]["loss"], results.pair_tasks["models"]
+    rows, count = [], 0
+    for run in sorted(results.pairs["runs"], key=_beside):
+        *_, count = changed_rows(models[run["name"]])
+        loss = run["after"]["wikitext2"]["loss"]
+        nearness = [f"{run['to_original'][text]:.3f}" for text in TEXTS]
+        cells = [*nearness, f"{loss:.3f} ({loss - original:+.3f})", *changed_cells(models[run["name"]])]
+        rows.append([run["name"], recipe(run), *cells])
+    header = [*(f"KL, {name}" for name in TEXTS.values()), "WikiText-2 loss (to the original)", *changed_header(count)]
+    return table(["run", "how", *header], rows)
+
+
+def _beside(run: dict[str, Any]) -> tuple[str, str]:
+    """Sorts by what a pair shares (layers, optimizer, seed), then by method; the control first."""
+    method, _, shared = run["name"].partition(" ")
+    return ("" if method == "control" else shared, method)
 
 
 def to_the_control(results: Results) -> str:

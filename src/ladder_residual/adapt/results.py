@@ -26,6 +26,8 @@ class Results:
         self.selection = self.document.get("selection")
         self.second_selection = optional(folder / "selection.json")  # of stories15M
         self.tasks = optional(folder / "tasks.json")
+        self.pairs = optional(folder / "pairs.json")  # distillation beside next-token training, and its tasks
+        self.pair_tasks = optional(folder / "pairs-tasks.json")
         self.pilots = [pilot for path in sorted(folder.glob("pilot-*.json")) if (pilot := optional(path))]
         controls = [run for name, run in self.runs.items() if name.startswith("control")]
         # the short one at the rate that suits an unchanged model; it is also the corrected teacher
