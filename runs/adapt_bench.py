@@ -214,7 +214,7 @@ class Bench:
         return result
 
     def distance(
-        self, settings: Settings, rows: MixedRows, folder: Path, heldout: dict[str, RowStore], count: int
+        self, settings: Settings, rows: Any, folder: Path, heldout: dict[str, RowStore], count: int
     ) -> dict[str, float]:
         """KL of the student from the original, whoever taught it: what next-token training is measured by too."""
         assert self.models.teacher is not None

@@ -103,7 +103,8 @@ def main() -> None:
     name = Path(options.checkpoint).name
     result = {"benchmark": "generate", "emulated": False, "interpreted": True, "model": name, "tp": 1, "batch": 1, "rows": rows}
     result["notes"] = [
-        "The same kernels on Triton's interpreter, on a CPU, one prompt at a time (ladder: every schedule by turns), against transformers'",
+        "The same kernels on Triton's interpreter, on a CPU, one prompt at a time "
+        f"(ladder's schedules by turns: {', '.join(SCHEDULES[: options.prompts])}), against transformers'",
         "own forward in float32, where no near tie is left for rounding to decide.",
     ]
     options.out.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ladder_residual.adapt.report import FIELDS, against_last, render
-from ladder_residual.adapt.report_tasks import TARGET_TASKS, answered_otherwise, changed_rows, tasks_along_the_tokens
+from ladder_residual.adapt.report_tasks import TARGET_TASKS, answered_otherwise, changed_rows, pairs, tasks_along_the_tokens
 from ladder_residual.adapt.results import Results
 from ladder_residual.adapt.rows import Encoder, build_rows
 from ladder_residual.corpus.tokens import read_tokenizer
@@ -144,6 +144,14 @@ def test_what_the_page_says_of_rows_scored_otherwise_is_so():
     assert max(converted, key=converted.get) == "distill 15 chosen, own samples"
 
 
+def test_pairs_that_diverged_or_were_not_scored_are_left_out():
+    results = Results(RESULTS)
+    lines = pairs(results).splitlines()
+    results.pairs["runs"][0]["problem"] = "diverged"
+    del results.pair_tasks["models"][results.pairs["runs"][1]["name"]]
+    assert len(pairs(results).splitlines()) == len(lines) - 2
+
+
 def test_what_the_page_says_of_pairs_is_so():
     """Distillation nearer in every pair: KL on every text, rows on every task. In the loss only with the text's help or all layers."""
     results = Results(RESULTS)
@@ -161,11 +169,40 @@ def test_what_the_page_says_of_pairs_is_so():
         assert all(models[name][task]["changed"] < models[other][task]["changed"] for task in models[name])
         rise, its = (runs[run]["after"]["wikitext2"]["loss"] - original for run in (name, other))
         assert (rise < its) == (name.startswith("recipe") or " 30 " in name)
-    own = runs["control adamw, seed 0"]["to_original"]["samples_heldout"]
-    assert all(own > runs[name]["to_original"]["samples_heldout"] for name in ours if " 15 " in name)
+    farther = runs["control adamw, seed 0"]["to_original"]["samples_heldout"]
+    assert all(farther > runs[name]["to_original"]["samples_heldout"] for name in ours if " 15 " in name)
     page = (ROOT / "docs" / "adaptation.md").read_text(encoding="utf-8")
-    nearest, farther = (runs[f"{method} 30 muon, seed 0"]["to_original"]["wikitext2"] for method in ("distill", "sft"))
-    assert f"with all layers {nearest:.2f} against {farther:.2f}." in page
+    said = " ".join(page.partition("### Nothing but the loss between them")[2].partition("\n### ")[0].split())
+    kl = {name: run["to_original"]["wikitext2"] for name, run in runs.items()}
+    rises = {name: run["after"]["wikitext2"]["loss"] - original for name, run in runs.items()}
+    shares = {name: 100 * changed_rows(models[name])[0] for name in runs}
+    means = {name: 20 * sum(models[name][task]["difference"] for task in TARGET_TASKS) for name in runs}
+    alone, plain = (
+        [f"{method} 15 {how}" for how in ("adamw, seed 0", "muon, seed 0", "muon, seed 1")] for method in ("distill", "sft")
+    )
+    ahead = [means[a] - means[b] for a, b in zip(alone, plain, strict=True)] + [
+        means["recipe 15 muon, seed 0"] - means[plain[1]]
+    ]
+    assert abs(ahead[0]) < 0.1
+    own = [runs[name]["to_original"]["samples_heldout"] for name in ours if " 15 " in name]
+    control = runs["control adamw, seed 0"]["to_original"]
+    assert abs(kl[alone[1]] - kl[alone[2]]) < abs(kl[plain[1]] - kl[plain[2]]) < 0.0055
+    for sentence in (
+        f"the KL is {kl[alone[0]]:.2f} against {kl[plain[0]]:.2f} with AdamW",
+        f"{kl[alone[1]]:.2f} against {kl[plain[2]]:.2f} or {kl[plain[1]]:.2f} with Muon",
+        f"with all layers {kl['distill 30 muon, seed 0']:.2f} against {kl['sft 30 muon, seed 0']:.2f}.",
+        f"{min(shares[name] for name in alone):.1f} to {max(shares[name] for name in alone):.1f} % of the tasks' rows",
+        f"against {min(shares[name] for name in plain):.1f} to {max(shares[name] for name in plain):.1f} %",
+        f"{shares['distill 30 muon, seed 0']:.1f} against {shares['sft 30 muon, seed 0']:.1f} % with all layers",
+        f"({min(rises[name] for name in alone):+.3f} to {max(rises[name] for name in alone):+.3f} against "
+        f"{min(rises[name] for name in plain):+.3f} to {max(rises[name] for name in plain):+.3f})",
+        f"({rises['recipe 15 muon, seed 0']:+.3f}, KL {kl['recipe 15 muon, seed 0']:.3f}, "
+        f"{shares['recipe 15 muon, seed 0']:.1f} %)",
+        f"{min(ahead[1:3]):.1f} to {means['distill 30 muon, seed 0'] - means['sft 30 muon, seed 0']:.1f} points ahead",
+        f"the control is {control['wikitext2']:.3f} from the original on WikiText-2 and {control['samples_heldout']:.3f}",
+        f"({min(own):.3f} to {max(own):.3f})",
+    ):
+        assert sentence in said, sentence
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,8 +46,12 @@ def test_a_link_whose_sums_are_ordinary_kernels():
     assert parse_link("24us").early
     measured = parse_link("h200-nccl+launch", tp=8)
     assert measured.microseconds(16384) == parse_link("h200-nccl", tp=8).microseconds(16384)
+    assert measured.name == "h200_sxm-nccl+launch"
     with pytest.raises(ValueError, match="unknown link 'soon'"):
         parse_link("soon+launch")
+    for text in ("none+launch", "24us+launch+launch"):
+        with pytest.raises(ValueError, match=rf"link '{re.escape(text)}': \+launch stands once, behind a link that takes time"):
+            parse_link(text)
 
 
 @pytest.mark.parametrize(("text", "early"), [("24us", True), ("24us+launch", False)])

@@ -132,6 +132,13 @@ def test_schedules_with_one_token_kernels_and_no_context(schedule: str) -> None:
     assert worst < 2e-5
 
 
+@pytest.mark.parametrize(("wiring", "batch"), [("parallel", 1), ("ladder:1", 1), ("parallel", 2), ("ladder", 2)])
+def test_woven_layers_of_other_wirings_and_batches(wiring: str, batch: int) -> None:
+    spec = EngineSpec.from_shape(shape(num_heads=4, num_kv_heads=2))
+    ops = (lambda *a: GemvOps(*a, tiles(1, 2), pdl=0)) if batch == 1 else (lambda *a: GemmOps(*a, pdl=0, splits=2))
+    assert step_against_reference(spec, Wiring.parse(wiring, 2), batch, 4, ops, "woven", tp=2, rank=1) < 2e-5
+
+
 def test_sizes_that_do_not_fill_a_tile() -> None:
     spec = EngineSpec.from_shape(shape(hidden_size=72, intermediate_size=44, num_heads=3, num_kv_heads=1))
     assert (

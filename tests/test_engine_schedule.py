@@ -8,6 +8,7 @@ import torch
 from ladder_residual.config import Wiring
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import RING, Executor
+from ladder_residual.engine.gemv_ops import GemvTiles
 from ladder_residual.engine.prefill_ops import PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
@@ -15,7 +16,7 @@ from ladder_residual.engine.schedule import SCHEDULES, plan_steps, schedules_of
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.streams import RecordingStreams
 from ladder_residual.engine.weights import random_weights, stack_weights
-from ladder_residual.presets import ModelShape
+from ladder_residual.presets import ModelShape, presets
 from ladder_residual.sharding import split
 
 LAYERS = 6
@@ -140,9 +141,11 @@ def test_woven_ladder_hides_attention_and_every_sum() -> None:
     for layer in range(LAYERS):
         attention, mlp, attend = f"attention {layer}", f"mlp {layer}", f"attend of attention {layer}"
         started, wanted = ("attention", "compute", attend), ("main", "wait", attend)
-        assert log.index(("main", "compute", attention)) < log.index(started)
+        begun, output = ("main", "compute", attention), ("main", "compute", f"output of {attention}")
+        assert ("attention", "wait", f"qkv of {attention}") in between(begun, started)
         assert ("main", "compute", mlp) in between(started, wanted)
-        assert log.index(wanted) < log.index(("main", "compute", f"output of {attention}"))
+        assert log.index(wanted) < log.index(output)
+        assert ("sum-0", "wait", attention) in between(output, ("sum-0", "compute", f"sum of {attention}"))
     for layer in range(LAYERS - 1):
         ended = ("main", "record", f"mlp {layer}")  # after down, which follows attention's output
         assert ended in between(
@@ -152,10 +155,38 @@ def test_woven_ladder_hides_attention_and_every_sum() -> None:
         assert hider in between(("sum-1", "compute", f"sum of mlp {layer}"), ("main", "wait", f"sum of mlp {layer}"))
 
 
+class Noting(Announced):
+    """Whether each sum could have begun before its message was there."""
+
+    def __init__(self) -> None:
+        self.early: list[bool] = []
+
+    def reduce(self, message, total, lane, launch):
+        self.early.append(launch.dependent)
+        super().reduce(message, total, lane, launch)
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_sums_beside_the_line_begin_early_only_where_the_ops_say_so(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    monkeypatch.setattr(PrefillOps, "early_sums", early)
+    reducer = Noting()
+    run(Wiring.parse("ladder", LAYERS), "one", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=reducer)
+    beside = reducer.early[1:-1]  # the embedding's sum, and the last one, which the head waits for, are in line
+    assert beside == [early] * (2 * LAYERS - 1)
+
+
+def test_tiles_say_whether_sums_begin_early() -> None:
+    sets = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 2048)
+    assert [tiles.early_sums for tiles in sets] == [bool(tiles.gate_up.shared) for tiles in sets]
+    assert sum(tiles.early_sums for tiles in sets) == 1
+
+
 def test_only_layers_whose_mlp_does_not_wait_for_attention_are_woven() -> None:
     plan = plan_steps(Wiring.parse("ladder:2,3", LAYERS), "woven")
     assert [step.name for step in plan.steps if plan.weaves(step)] == ["attention 2", "attention 3"]
     assert not any(plan_steps(plan.wiring).weaves(step) for step in plan.steps)
+    assert [plan_steps(plan.wiring, name).schedule for name in SCHEDULES] == list(SCHEDULES)
+    assert plan_steps(Wiring.parse("standard", LAYERS), "woven").schedule == "one"
     assert schedules_of(plan.wiring) == SCHEDULES
     assert schedules_of(Wiring.parse("parallel", LAYERS)) == ("one", "woven")
     assert schedules_of(Wiring.parse("desync-2x", LAYERS)) == ("one",)

@@ -66,9 +66,16 @@ def test_only_kernels_are_read() -> None:
     assert read_kernels(document) == [Kernel("embed", 7, 4.0, 6.0)]
 
 
-def test_without_a_gpu_the_other_recorder_is_named(tmp_path, monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "problem"),
+    [
+        ("one", "needs a CUDA device"),
+        ("woven", "a trace shows one or two lanes, got --schedule woven: choose auto, one or two"),
+    ],
+)
+def test_what_cannot_be_recorded(tmp_path, monkeypatch, schedule: str, problem: str) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    with pytest.raises(ValueError, match="needs a CUDA device"):
+    with pytest.raises(ValueError, match=problem):
         record_engine(
-            model="llama-3-70b", layers=2, tp=8, link="24us", wirings=["ladder"], context=64, schedule="one", folder=tmp_path
+            model="llama-3-70b", layers=2, tp=8, link="24us", wirings=["ladder"], context=64, schedule=schedule, folder=tmp_path
         )

@@ -64,7 +64,9 @@ Sums = Annotated[
 Schedule = Annotated[str, typer.Option(help="Of the CUDA engine: one, two (lanes), woven, or auto (measured at start-up).")]
 Emulate = Annotated[
     str | None,
-    typer.Option(help="Be rank 0 of ranks that are not there, for the speed alone: tp=8,link=h200-nccl or tp=8,link=24us."),
+    typer.Option(
+        help="Be rank 0 of ranks that are not there, for the speed alone: tp=8,link=h200-nccl, link=24us or link=24us+launch."
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 

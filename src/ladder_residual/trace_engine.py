@@ -91,12 +91,12 @@ def record_engine(
     from .bench.gpu import Shard
     from .engine.emulate import parse_link
 
+    if schedule not in ("auto", "one", "two"):
+        raise ValueError(f"a trace shows one or two lanes, got --schedule {schedule}: choose auto, one or two")
     if not torch.cuda.is_available():
         raise ValueError("recording the engine needs a CUDA device; `ladder trace --tp 2` records CPU ranks")
     if tp < 2:
         raise ValueError(f"there is nothing to wait for with one rank, got --tp {tp}: emulate a rank of several")
-    if schedule not in ("auto", "one", "two"):
-        raise ValueError(f"a trace shows one or two lanes, got --schedule {schedule}: choose auto, one or two")
     shard = Shard(model, tp, layers=layers)
     panels, rows = [], []
     for wiring in wirings:
@@ -105,6 +105,7 @@ def record_engine(
         engine = shard.engine(wiring, parse_link(link, tp=tp), **asked, schedule=schedule)
         if engine.schedule == "woven":  # attention's kernels lie among the MLP's there: no modules to draw
             times = engine.step_ms
+            del engine
             faster = "two" if times.get("two", math.inf) < times["one"] else "one"
             engine = shard.engine(wiring, parse_link(link, tp=tp), **asked, schedule=faster)
         engine.reset(context, random_context=True)

@@ -103,6 +103,17 @@ def test_every_schedule(schedule: str, wiring: str, batch: int) -> None:
     assert worst_error(SHAPE, wiring, batch=batch, schedule=schedule, link="20us") <= TOLERANCE
 
 
+@parametrize("schedule", SCHEDULES)
+@parametrize("batch", [1, 3])
+def test_sums_that_are_ordinary_kernels(schedule: str, batch: int) -> None:
+    assert worst_error(SHAPE, "ladder", batch=batch, schedule=schedule, link="20us+launch") <= TOLERANCE
+
+
+@parametrize("batch", [1, 3])
+def test_parallel_layers_woven(batch: int) -> None:
+    assert worst_error(SHAPE, "parallel", batch=batch, schedule="woven", link="20us") <= TOLERANCE
+
+
 @parametrize("context", [1, 2, 63, 64, 65, 1000, 4096])
 @parametrize("batch", [1, 3])
 def test_contexts(context: int, batch: int) -> None:

@@ -135,7 +135,8 @@ def pairs(results: Results) -> str:
         return "Not measured yet.\n"
     original, models = results.pairs["original"]["wikitext2"]["loss"], results.pair_tasks["models"]
     rows, count = [], 0
-    for run in sorted(results.pairs["runs"], key=_beside):
+    scored = (run for run in results.pairs["runs"] if run["name"] in models and not run["problem"])
+    for run in sorted(scored, key=_beside):
         *_, count = changed_rows(models[run["name"]])
         loss = run["after"]["wikitext2"]["loss"]
         nearness = [f"{run['to_original'][text]:.3f}" for text in TEXTS]

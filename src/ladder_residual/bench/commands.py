@@ -25,7 +25,10 @@ Shape = Annotated[
 Layers = Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")]
 Wirings = Annotated[str, typer.Option(help="Comma-separated, e.g. standard,ladder:last-half,ladder.")]
 Links = Annotated[
-    str, typer.Option(help="Emulated all-reduce: none, 24us, h200-nccl, 'alpha=12,beta=90'; separate several with ';'.")
+    str,
+    typer.Option(
+        help="Emulated all-reduce: none, 24us, 24us+launch, h200-nccl, 'alpha=12,beta=90'; separate several with ';'."
+    ),
 ]
 Repeats = Annotated[int, typer.Option(help="Measured runs per case.")]
 Batches = Annotated[str, typer.Option(help="Comma-separated.")]
@@ -91,7 +94,9 @@ def bench_decode(
     ] = None,
     wirings: Wirings = "standard,ladder,parallel,desync-2x,no-comm",
     links: Links = "none;24us",
-    schedule: Annotated[str, typer.Option(help="Of ladder: one, two (lanes), woven, or auto (measured).")] = "auto",
+    schedule: Annotated[
+        str, typer.Option(help="one, two (lanes, of ladder), woven (ladder, parallel), or auto (measured).")
+    ] = "auto",
     products: Annotated[
         str, typer.Option(help="Of batches 2 to 16 on a GPU: cublas, triton (our own kernels) or auto (measured).")
     ] = "auto",

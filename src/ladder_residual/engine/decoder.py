@@ -55,7 +55,7 @@ class DecodeEngine:
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
         max_context: int = 2048, schedule: str = "auto", products: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None,
         release: bool = False,
-        stream_priorities: tuple[int, int] = (0, -5), pdl_across_waits: bool = True, leave_multiprocessors: int | None = None,
+        stream_priorities: tuple[int, int] = (0, -5), leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
         sizes = {"batch": batch, "max_context": max_context, "tp": tp, "rank": rank}
@@ -75,15 +75,15 @@ class DecodeEngine:
         require_memory(self.sizes, self.weights.dtype, self.device, batch=batch, max_context=max_context)
         with torch.cuda.device(self.device):
             self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
-            self._pdl, self._tiles, self._priorities, self._across = pdl, tiles, stream_priorities, pdl_across_waits
+            self._pdl, self._tiles, self._priorities = pdl, tiles, stream_priorities
             self._tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
             self._logits = torch.full(
                 (batch, self.sizes.vocab_rows), float("nan"), dtype=self.weights.dtype, device=self.device
             )
             self.step_ms: dict[str, float] = {}  # measured at start-up, by schedule
             self._length = 0  # of the longest sequence; the device counts for itself
-            self.schedule = self._choose(schedule, products)
-            self.lanes = self._executing.plan.lanes
+            self._choose(schedule, products)
+            self.schedule, self.lanes = self._executing.plan.schedule, self._executing.plan.lanes
         self.startup_seconds = time.perf_counter() - began
 
     # ---- use -------------------------------------------------------------------------------------------------------
@@ -196,10 +196,10 @@ class DecodeEngine:
         # launched early and waits.
         return Executor(
             plan, ops, reducer, CudaStreams(self.device, priorities=self._priorities), rows=rows, hidden=self.sizes.hidden,
-            tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device, pdl_across_waits=self._across,
+            tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device,
         )  # fmt: skip
 
-    def _choose(self, schedule: str, products: str) -> str:
+    def _choose(self, schedule: str, products: str) -> None:
         """Capture every candidate (schedule and tiles), time each where there is a choice, and keep the fastest."""
         schedules = list(schedules_of(self.wiring)) if schedule == "auto" else [schedule]
         tiles: list[Tiles] = [None]
@@ -210,7 +210,7 @@ class DecodeEngine:
         elif products != "cublas" and self.batch in BATCHES and self.weights.dtype != EXACT:
             tiles = [*([None] if products == "auto" else []), *RowTiles.candidates(self.sizes)]
         gc.collect()  # an old engine's graph that is freed during a capture would spoil it
-        best: tuple[float, str] | None = None
+        best: float | None = None
         if len(schedules) * len(tiles) > 1:
             self.reset(min(1024, self.max_context // 2), random_context=True)
             context = self._length
@@ -222,13 +222,11 @@ class DecodeEngine:
                     self.step_ms[name] = min(time_ms, self.step_ms.get(name, time_ms))
                 else:
                     time_ms = 0.0
-                if best is None or time_ms < best[0]:
-                    best = (time_ms, name)
+                if best is None or time_ms < best:
+                    best = time_ms
                     # the executor owns the buffers that the graph writes to
                     self._graph, self._executing, self.tiles = graph, executor, candidate
-        assert best is not None
         self.reset()
-        return best[1]
 
     def _slowest_rank(self, time_ms: float) -> float:
         """Ranks must choose alike: different schedules would issue their collectives in different orders and hang."""

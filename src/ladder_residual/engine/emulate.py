@@ -52,7 +52,10 @@ class Link:
 def parse_link(text: str, *, tp: int = 8) -> Link:
     text = text.strip().lower()
     if text.endswith(LAUNCH):
-        return replace(parse_link(text.removesuffix(LAUNCH), tp=tp), name=text, early=False)
+        link = parse_link(text.removesuffix(LAUNCH), tp=tp)
+        if link.silent or not link.early:
+            raise ValueError(f"link {text!r:.60}: {LAUNCH} stands once, behind a link that takes time, as in 24us{LAUNCH}")
+        return replace(link, name=link.name + LAUNCH, early=False)
     if text in ("none", "0", "0us"):
         return Link("none", (), ())
     if match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)\s*us", text):
@@ -87,7 +90,7 @@ class Emulation:
 
 def parse_emulation(text: str) -> Emulation:
     """``tp=8,link=h200-nccl``, ``tp=8,link=24us`` or ``tp=8,alpha=12,beta=90``."""
-    forms = "tp=8,link=h200-nccl, tp=8,link=24us or tp=8,alpha=12,beta=90"
+    forms = "tp=8,link=h200-nccl, tp=8,link=24us, tp=8,link=24us+launch or tp=8,alpha=12,beta=90"
     parts = [part.strip().partition("=")[::2] for part in text.split(",")]
     fields = dict(parts)
     if len(fields) < len(parts):

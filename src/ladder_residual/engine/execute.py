@@ -24,6 +24,11 @@ class Ops(Protocol):
     @property
     def launchers(self) -> Sequence[Any]: ...
 
+    @property
+    def early_sums(self) -> bool:
+        """Whether sums beside the line are launched before their message is there."""
+        ...
+
     def embed(self, tokens: Tensor, message: Tensor) -> None: ...
 
     # attention: the three in this order
@@ -46,19 +51,17 @@ class Executor:
 
     def __init__(
         self, plan: Plan, ops: Ops, reducer: EngineReducer, streams: Streams, *, rows: int, hidden: int, tp: int,
-        dtype: torch.dtype, device: torch.device, pdl_across_waits: bool = True,
+        dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         self.plan, self.ops, self.reducer, self.streams, self.tp = plan, ops, reducer, streams, tp
-        self._pdl_across_waits = pdl_across_waits
         self._lanes = [Lane(rows, hidden, device) for _ in range(plan.lanes)]
         self._lane_names = ["main"] if plan.lanes == 1 else ["attention", "main"]
         self._embedding = reducer.allocate(rows, hidden, dtype, device)
         self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
         self._slots = {step.output: index % RING for index, step in enumerate(plan.steps)}
         self._by_output = {step.output: step for step in plan.steps}
-        leading: Any = ops.launchers[0] if ops.launchers else Launcher(pdl=0)
-        self._early_sums = leading.early_sums
-        self._sum_launchers = [Launcher(carveout=leading.carveout) for _ in range(2)]
+        carveout = ops.launchers[0].carveout if ops.launchers else None
+        self._sum_launchers = [Launcher(carveout=carveout) for _ in range(2)]
         widest = max(len(step.absorbs) for step in (*plan.steps, plan.final))
         assert widest <= MAX_ABSORBS, f"a step absorbs {widest} outputs, the kernels take {MAX_ABSORBS}"
 
@@ -79,7 +82,7 @@ class Executor:
             launcher = launchers[step.lane]
             lane = self._lanes[step.lane]
             with streams.on(name):
-                absorbed = self._collect(step, launcher)
+                absorbed = self._collect(step)
                 self._note(name, step.name)
                 if step.kind == "agree":
                     self._agree(step, lane, absorbed, self._message(step), launcher)
@@ -102,7 +105,7 @@ class Executor:
                     self.ops.down(step, lane, self._message(step), self._added(step))
                 self._send(step, name, launcher)
         final = plan.final
-        absorbed = self._collect(final, launchers[final.lane])
+        absorbed = self._collect(final)
         self._note("main", "head")
         self.ops.head(final, self._lanes[final.lane], absorbed, logits)
 
@@ -117,14 +120,14 @@ class Executor:
 
     def _attend_beside(self, step: Step, launcher: Launcher) -> Any:
         """An ordinary launch: begun early, it would hold registers that the next product's programs need."""
-        self.streams.wait("attention", self.streams.record("main", step.name))
+        self.streams.wait("attention", self.streams.record("main", f"qkv of {step.name}"))
         with self.streams.on("attention"):
             launcher.dependent = False
             self._note("attention", f"attend of {step.name}")
             self.ops.attend(step, launcher)
             return self.streams.record("attention", f"attend of {step.name}")
 
-    def _collect(self, step: Step, launcher: Launcher) -> list[Tensor]:
+    def _collect(self, step: Step) -> list[Tensor]:
         """The outputs a step absorbs, after waiting for those made elsewhere."""
         found = []
         for output in step.absorbs:
@@ -133,8 +136,6 @@ class Executor:
                 continue
             if output in self._events:
                 self.streams.wait(self._lane_names[step.lane], self._events[output])
-                if not self._pdl_across_waits:
-                    launcher.dependent = False
             summed = self._by_output[output].reduce and not self.reducer.silent
             found.append(self._ring[self._slots[output]][1 if summed else 0])
         return found
@@ -148,9 +149,9 @@ class Executor:
             beside = f"sum-{side}"
             streams.wait(beside, streams.record(name, step.name))
             with streams.on(beside):
-                # A kernel that both of its followers may overtake loses that to both of them. The sum starts when its message is
-                # there, so it is the line that keeps it.
-                self._sum_launchers[side].dependent = self._early_sums
+                # Of two kernels that may both begin before this one ends, in a graph neither does. So it is the next product that
+                # may, and the sum starts when its message is there.
+                self._sum_launchers[side].dependent = self.ops.early_sums
                 self._note(beside, f"sum of {step.name}")
                 self.reducer.reduce(*buffers, side, self._sum_launchers[side])
                 self._events[step.output] = streams.record(beside, f"sum of {step.name}")

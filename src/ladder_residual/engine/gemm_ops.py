@@ -42,6 +42,7 @@ class GemmOps:
     """Any batch. The same contract as ``GemvOps``: absorb, compute, write the message."""
 
     slices = 1  # of the QKV product along K, which attention adds up
+    early_sums = False
 
     def __init__(
         self,

@@ -124,7 +124,6 @@ class Launcher:
     pdl: int = 1  # 0: off; 1: the next kernel may start with this one; 2: once this one's input is there
     dependent: bool = False
     carveout: int | None = None  # GemvTiles
-    early_sums: bool = False  # GemvTiles
 
     def __call__(
         self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
@@ -159,7 +158,8 @@ class GemvOps:
         self.spec, self.sizes, self.weights, self.cache, self.tiles = spec, sizes, weights, cache, tiles
         self.pdl = pdl
         device = weights.device
-        self.launchers = [Launcher(pdl, carveout=tiles.carveout, early_sums=tiles.early_sums) for _ in range(2)]
+        self.launchers = [Launcher(pdl, carveout=tiles.carveout) for _ in range(2)]
+        self.early_sums = tiles.early_sums
         self._multiprocessors = multiprocessors(device)
         make = torch.empty
         self._qkv = make(

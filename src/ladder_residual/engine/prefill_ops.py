@@ -29,6 +29,7 @@ class PrefillOps:
     """Rows of a stream are (sequence, position) pairs. The same contract as the decode ops."""
 
     launchers: Sequence[object] = ()
+    early_sums = False
 
     def __init__(self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, steps: int) -> None:
         self.spec, self.sizes, self.weights, self.cache, self.steps = spec, sizes, weights, cache, steps

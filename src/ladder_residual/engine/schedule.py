@@ -55,6 +55,11 @@ class Plan:
     woven: bool = False
 
     @property
+    def schedule(self) -> str:
+        """What is run: one lane where there was nothing to weave."""
+        return "two" if self.lanes == 2 else "woven" if self._woven else "one"
+
+    @property
     def sums(self) -> int:
         """All-reduces per step, without the embedding's and the head's."""
         return sum(step.reduce for step in self.steps)

@@ -1,7 +1,7 @@
 """Where work runs: a thin layer over CUDA streams and events, with a twin that records instead, for tests on the CPU.
 
-Names: ``main`` (the only lane, or the MLP's), ``attention`` (the attention lane of two), ``sum-0`` and ``sum-1`` (all-reduces
-that run beside the main lane, attention's and the MLP's apart so that neither queues behind the other).
+Names: ``main`` (the only lane, or the MLP's), ``attention`` (the attention lane of two, or attention beside a woven one), ``sum-0``
+and ``sum-1`` (all-reduces that run beside the main lane, attention's and the MLP's apart so that neither queues behind the other).
 """
 
 from __future__ import annotations

@@ -162,7 +162,8 @@ def _results(validation: Validation) -> str:
             "engine",
             "## Our engine on an emulated rank: emulated and planned",
             "ladder bench decode --model llama-3-70b --tp 8 --links 'none;5us;18us;24us;64us'",
-            "`results/engine`, one row per row of its files. "
+            "`results/engine`, a row for each of its files' rows but those with ordinary launches (`+launch`). The planner has no woven "
+            "schedule: where the engine took it, the row is the faster of one and two lanes as timed at its start, at a context of 1,024. "
             "The engine's gaps (and how well two lanes fill them) are calibrated, for each batch, on its steps "
             "without all-reduces: those are marked *fitted*. All others are predictions.",
         ),

@@ -116,10 +116,12 @@ def trace_engine(
     model: Annotated[str, typer.Option(help="A published shape (random weights).")] = "llama-3-70b",
     layers: Annotated[int, typer.Option(help="Use only so many of its layers.")] = 8,
     tp: Annotated[int, typer.Option("--tp", help="This GPU holds one rank of so many.")] = 8,
-    link: Annotated[str, typer.Option(help="Emulated all-reduce: 24us, alpha=12,beta=90 or a measured table.")] = "24us",
+    link: Annotated[
+        str, typer.Option(help="Emulated all-reduce: 24us, 24us+launch, alpha=12,beta=90 or a measured table.")
+    ] = "24us",
     wirings: Annotated[str, typer.Option(help="With commas between.")] = "standard,ladder",
     context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1280,
-    schedule: Annotated[str, typer.Option(help="auto (the faster of), one or two lanes.")] = "auto",
+    schedule: Annotated[str, typer.Option(help="one or two lanes, or auto: the faster of them.")] = "auto",
     out: Out = Path("trace"),
     as_json: Json = False,
 ) -> None:
