@@ -100,9 +100,7 @@ class PrefillOps:
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight.float(), self.spec.norm_eps)
 
-    def _project(
-        self, step: Step, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None
-    ) -> None:  # fmt: skip
+    def _project(self, step: Step, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None) -> None:
         torch.mm(x, weight.T, out=message)
         if step.adds_stream:
             message.add_(lane.stream, alpha=1.0 / self.sizes.tp)
