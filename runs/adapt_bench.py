@@ -213,15 +213,13 @@ class Bench:
         self.log(f"{name}: {result['tokens']:,} tokens, {result['tokens_per_second']:,.0f}/s, {brief(result)}")
         return result
 
-    def distance(
-        self, settings: Settings, rows: Any, folder: Path, heldout: dict[str, RowStore], count: int
-    ) -> dict[str, float]:
+    def distance(self, settings: Settings, rows: Any, folder: Path, texts: dict[str, RowStore], count: int) -> dict[str, float]:
         """KL of the student from the original, whoever taught it: what next-token training is measured by too."""
         assert self.models.teacher is not None
         put(self.models.teacher, self.original)
         settings = replace(settings, method="distill", hidden_weight=0.0, stages=(), graphs=False)
         measuring = build_trainer(settings, self.world, self.models, rows, folder, lambda line: None)
-        return {text: measuring.measure(store, count)["kl"] for text, store in heldout.items()}
+        return {text: measuring.measure(store, count)["kl"] for text, store in texts.items()}
 
     def done(self, name: str) -> bool:
         return any(run["name"] == name for run in self.record["runs"])

@@ -238,7 +238,7 @@ def test_number_of_sums(spec: str, sums: int) -> None:
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="no delayed-1 wiring"):
         plan_steps(Wiring.parse("delayed-1", LAYERS))
-    with pytest.raises(ValueError, match="unknown schedule 'three'; choose from one, two, woven"):
+    with pytest.raises(ValueError, match="unknown schedule 'three'; choose from auto, one, two, woven"):
         plan_steps(Wiring.parse("ladder", LAYERS), "three")
     with pytest.raises(ValueError, match="two lanes need a ladder wiring"):
         plan_steps(Wiring.parse("parallel", LAYERS), "two")

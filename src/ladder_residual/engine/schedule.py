@@ -102,7 +102,7 @@ def plan_steps(wiring: Wiring, schedule: str = "one") -> Plan:
     if wiring.kind not in SUPPORTED_KINDS:
         raise ValueError(f"the CUDA engine has no {wiring.name} wiring; it runs {', '.join(SUPPORTED_KINDS)}")
     if schedule not in SCHEDULES:
-        raise ValueError(f"unknown schedule {schedule!r}; choose from {', '.join(SCHEDULES)}")
+        raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
     if schedule == "two":
         if wiring.kind not in ("ladder", "standard"):
             raise ValueError(f"two lanes need a ladder wiring, {wiring.spec} has one chain: use one lane")
