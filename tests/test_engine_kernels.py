@@ -19,12 +19,12 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from ladder_residual.config import Wiring
-from ladder_residual.engine import carveout, row_ops
+from ladder_residual.engine import carveout, kernels_attention, kernels_project, row_ops
 from ladder_residual.engine._triton import mend_interpreter
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
-from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
+from ladder_residual.engine.gemv_ops import BEHIND, BEHIND_BUT_NEWEST, GemvOps, GemvTiles, Launcher, Tile
 from ladder_residual.engine.prefill_ops import FusedPrefillOps, PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
@@ -137,6 +137,26 @@ def test_woven_layers_of_other_wirings_and_batches(wiring: str, batch: int) -> N
     spec = EngineSpec.from_shape(shape(num_heads=4, num_kv_heads=2))
     ops = (lambda *a: GemvOps(*a, tiles(1, 2), pdl=0)) if batch == 1 else (lambda *a: GemmOps(*a, pdl=0, splits=2))
     assert step_against_reference(spec, Wiring.parse(wiring, 2), batch, 4, ops, "woven", tp=2, rank=1) < 2e-5
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_walkers_that_read_before_they_wait(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers whether the newest output comes last or all at once. Here nothing runs early; tests/gpu has the real thing."""
+    waited = []
+    early = SimpleNamespace(gdc_wait=lambda: waited.append(True), gdc_launch_dependents=lambda: None)
+    for kernels in (kernels_project, kernels_attention):
+        monkeypatch.setattr(kernels, "tl_cuda", early)
+    monkeypatch.setattr(NoReducer, "silent", silent)
+    monkeypatch.setattr(NoReducer, "reduce", lambda *_: None)
+    walk = Tile(2, 64, 1, walkers=1, turn=0.5)
+    made = replace(tiles(1, 2), qkv=walk, gate_up=walk)
+    noted: list[int] = []
+    how = Launcher.waiting
+    monkeypatch.setattr(Launcher, "waiting", lambda self, skips: noted.append(how(self, skips)) or noted[-1])
+    spec, wiring = EngineSpec.from_shape(shape(num_layers=3)), Wiring.parse("ladder", 3)
+    assert step_against_reference(spec, wiring, 1, 4, lambda *a: GemvOps(*a, made, pdl=1, skips=True), "woven") < 2e-5
+    assert set(noted) == ({1, 2, BEHIND} if silent else {1, 2, BEHIND, BEHIND_BUT_NEWEST})
+    assert waited
 
 
 def test_sizes_that_do_not_fill_a_tile() -> None:

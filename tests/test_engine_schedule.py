@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from ladder_residual.config import Wiring
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import RING, Executor
-from ladder_residual.engine.gemv_ops import GemvTiles
+from ladder_residual.engine.gemv_ops import BEHIND, BEHIND_BUT_NEWEST, GemvTiles, Launcher
 from ladder_residual.engine.prefill_ops import PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
@@ -48,7 +50,7 @@ class Announced(NoReducer):
         total.copy_(message)
 
 
-def run(wiring: Wiring, schedule: str, tp: int, rank: int, tokens: torch.Tensor, reducer=None):
+def run(wiring: Wiring, schedule: str, tp: int, rank: int, tokens: torch.Tensor, reducer=None, ops=PrefillOps):
     spec = EngineSpec.from_shape(SHAPE)
     sizes = RankSizes.of(SHAPE, tp, rank)
     weights = stack_weights(spec, sizes, random_weights(spec, tp, rank, torch.float32, "cpu"))
@@ -56,7 +58,7 @@ def run(wiring: Wiring, schedule: str, tp: int, rank: int, tokens: torch.Tensor,
     cache = KVCache(spec, sizes, batch, 16, torch.float32, "cpu")
     streams = RecordingStreams()
     executor = Executor(
-        plan_steps(wiring, schedule), PrefillOps(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
+        plan_steps(wiring, schedule), ops(spec, sizes, weights, cache, steps), reducer or NoReducer(), streams,
         rows=batch * steps, hidden=SHAPE.hidden_size, tp=tp, dtype=torch.float32, device=torch.device("cpu"),
     )  # fmt: skip
     logits = torch.full((batch * steps, sizes.vocab_rows), float("nan"))
@@ -132,27 +134,75 @@ def test_one_lane_ladder_hides_every_sum() -> None:
 
 
 def test_woven_ladder_hides_attention_and_every_sum() -> None:
-    """The products stay in one line. Attention runs beside gate/up; attention's sum beside down, the MLP's beside the next QKV."""
+    """QKV, gate/up and down stay in one line. Attention, its output product and its sum run beside the MLP, the MLP's sum beside the
+    next QKV."""
     *_, log = run(Wiring.parse("ladder", LAYERS), "woven", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=Announced())
 
     def between(first: tuple[str, str, str], last: tuple[str, str, str]) -> list[tuple[str, str, str]]:
         return log[log.index(first) : log.index(last)]
 
     for layer in range(LAYERS):
-        attention, mlp, attend = f"attention {layer}", f"mlp {layer}", f"attend of attention {layer}"
-        started, wanted = ("attention", "compute", attend), ("main", "wait", attend)
-        begun, output = ("main", "compute", attention), ("main", "compute", f"output of {attention}")
-        assert ("attention", "wait", f"qkv of {attention}") in between(begun, started)
-        assert ("main", "compute", mlp) in between(started, wanted)
-        assert log.index(wanted) < log.index(output)
-        assert ("sum-0", "wait", attention) in between(output, ("sum-0", "compute", f"sum of {attention}"))
+        attention, mlp = f"attention {layer}", f"mlp {layer}"
+        attend, summed = ("attention", "compute", f"attend of {attention}"), ("sum-0", "compute", f"sum of {attention}")
+        assert ("attention", "wait", f"qkv of {attention}") in between(("main", "compute", attention), attend)
+        assert ("sum-0", "wait", attention) in between(attend, summed)
+        assert ("attention", "record", attention) in between(attend, summed)  # after the output product, beside the line
+        assert ("main", "compute", mlp) in between(summed, ("main", "wait", f"sum of {attention}"))
     for layer in range(LAYERS - 1):
-        ended = ("main", "record", f"mlp {layer}")  # after down, which follows attention's output
-        assert ended in between(
-            ("sum-0", "compute", f"sum of attention {layer}"), ("main", "wait", f"sum of attention {layer}")
-        )
         hider = ("main", "compute", f"attention {layer + 1}")
         assert hider in between(("sum-1", "compute", f"sum of mlp {layer}"), ("main", "wait", f"sum of mlp {layer}"))
+    waits = [entry for entry in log if entry[1] == "wait"]
+    assert len(waits) == len(set(waits))  # none waits twice for the same
+
+
+def test_a_woven_ladder_line_reads_nothing_of_the_product_before() -> None:
+    """What the kernels of ``kernels_project.py`` rely on. Before QKV the line has down of the layer before, before gate/up QKV: neither
+    what they make nor the copy of the stream that they write is read."""
+    plan = plan_steps(Wiring.parse("ladder", LAYERS), "woven")
+    assert plan.skips
+    assert (plan.lanes, plan.copies) == (1, 2)
+    for before, step in pairwise(plan.steps):
+        assert before.output not in step.absorbs
+        assert before.copy != step.copy
+        if step.kind == "mlp" and step.layer:
+            assert step.absorbs == (step.output - 3, step.output - 2)  # a sum that QKV waited for; the newest comes last
+    others = [("ladder", "one"), ("ladder", "two"), ("ladder:1-5", "woven"), ("parallel", "woven"), ("standard", "woven")]
+    assert not any(plan_steps(Wiring.parse(spec, LAYERS), name).skips for spec, name in others)
+
+
+class Launches(Launcher):
+    """Notes how each kernel waits for the one before it, instead of starting it."""
+
+    def __call__(self, kernel, grid, *args, warps, registers=None, skips=False, **constants):
+        self.noted = [*getattr(self, "noted", ()), self.waiting(skips)]
+        self.dependent = True
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_who_waits_for_the_product_before(announced: bool) -> None:
+    class Ops(PrefillOps):
+        """Computes as the others, and starts the line's kernels in name: QKV, gate/up, down."""
+
+        skips = True
+        launchers = (Launches(), Launches())
+
+        def qkv(self, step, lane, absorbed):
+            super().qkv(step, lane, absorbed)
+            self.launchers[0](None, (), warps=1, skips=True)
+
+        def gate_up(self, step, lane, absorbed):
+            super().gate_up(step, lane, absorbed)
+            self.launchers[0](None, (), warps=1, skips=True)
+
+        def down(self, step, lane, message, other):
+            super().down(step, lane, message, other)
+            self.launchers[0](None, (), warps=1)
+
+    reducer = Announced() if announced else None
+    run(Wiring.parse("ladder", LAYERS), "woven", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=reducer, ops=Ops)
+    newest = BEHIND_BUT_NEWEST if announced else BEHIND  # without sums nothing made two kernels ago is still under way
+    # the first product is an ordinary launch, and down reads what gate/up makes
+    assert Ops.launchers[0].noted == [2, newest, 2, *[BEHIND, newest, 2] * (LAYERS - 1)]
 
 
 class Noting(Announced):
@@ -179,6 +229,17 @@ def test_tiles_say_whether_sums_begin_early() -> None:
     sets = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 2048)
     assert [tiles.early_sums for tiles in sets] == [bool(tiles.gate_up.shared) for tiles in sets]
     assert sum(tiles.early_sums for tiles in sets) == 1
+
+
+def test_tiles_of_a_woven_line() -> None:
+    """Its products are walkers, which can read ahead, and attention beside them has no more programs than find room."""
+    sets = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 2560)
+    woven = [tiles for tiles in sets if "woven" in tiles.schedules]
+    assert (woven[0].qkv.walkers, woven[0].gate_up.walkers, woven[0].gate_up.turn, woven[0].splits) == (1, 1, 0.6, 8)
+    assert len(woven) == 2
+    assert all(tiles.schedules == ("one", "two") for tiles in sets if tiles not in woven)
+    long = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 32768)
+    assert [tiles.splits for tiles in long if "woven" in tiles.schedules] == [32, 32]
 
 
 def test_only_layers_whose_mlp_does_not_wait_for_attention_are_woven() -> None:

@@ -366,13 +366,13 @@ def small() -> int:
     return int(worst > TOLERANCE)
 
 
-def main(part: int = 0, parts: int = 1) -> int:
+def main(part: int = 0, parts: int = 1, tests: dict[str, object] | None = None) -> int:
     """Every ``parts``-th test from ``part`` on: several processes share the card."""
     if not 0 <= part < parts:
         raise SystemExit(f"part {part} is not one of 0 to {parts - 1}")
     failures = count = seen = 0
     began, spoken = time.perf_counter(), 0.0
-    for name, test in list(globals().items()):
+    for name, test in list((tests or globals()).items()):
         if not name.startswith("test_"):
             continue
         tables = getattr(test, "tables", None)

@@ -17,7 +17,7 @@ _set: dict[int, int] = {}  # by function: the driver keeps it with the function,
 
 
 @cache
-def _driver() -> ctypes.CDLL | None:
+def driver() -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -31,6 +31,6 @@ def set_carveout(compiled: Any, percent: int | None) -> None:
     wanted = DRIVERS_CHOICE if percent is None else percent
     if function is None or _set.get(function, DRIVERS_CHOICE) == wanted:
         return
-    driver = _driver()
-    if driver is not None and driver.cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, wanted) == 0:
+    library = driver()
+    if library is not None and library.cuFuncSetAttribute(ctypes.c_void_p(function), PREFERRED_CARVEOUT, wanted) == 0:
         _set[function] = wanted

@@ -27,6 +27,7 @@ from .emulate import Link
 from .execute import RING, Executor, Ops
 from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
+from .graph_edges import can_change_edges, wait_for_joined
 from .multiprocessors import products_leave, shared_memory
 from .prefill_ops import FusedPrefillOps, PrefillOps
 from .reducers import NcclReducer, make_reducer
@@ -184,7 +185,8 @@ class DecodeEngine:
         if isinstance(tiles, RowTiles):
             return RowOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
         if tiles is not None:
-            return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
+            skips = can_change_edges()
+            return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl, skips=skips)
         return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
 
     def _executor(self, plan: Plan, ops: Ops, rows: int, *, prefill: bool = False) -> Executor:
@@ -211,22 +213,25 @@ class DecodeEngine:
             tiles = [*([None] if products == "auto" else []), *RowTiles.candidates(self.sizes)]
         gc.collect()  # an old engine's graph that is freed during a capture would spoil it
         best: float | None = None
-        if len(schedules) * len(tiles) > 1:
+        tried = [(name, candidate) for name in schedules for candidate in tiles if self._made_for(candidate, name)]
+        if len(tried) > 1:
             self.reset(min(1024, self.max_context // 2), random_context=True)
             context = self._length
-        for name in schedules:
-            for candidate in tiles:
-                graph, executor = self._capture(plan_steps(self.wiring, name), candidate)
-                if len(schedules) * len(tiles) > 1:
-                    time_ms = self._slowest_rank(median(self._time_steps(graph, context)))
-                    self.step_ms[name] = min(time_ms, self.step_ms.get(name, time_ms))
-                else:
-                    time_ms = 0.0
-                if best is None or time_ms < best:
-                    best = time_ms
-                    # the executor owns the buffers that the graph writes to
-                    self._graph, self._executing, self.tiles = graph, executor, candidate
+        for name, candidate in tried:
+            graph, executor = self._capture(plan_steps(self.wiring, name), candidate)
+            if len(tried) > 1:
+                time_ms = self._slowest_rank(median(self._time_steps(graph, context)))
+                self.step_ms[name] = min(time_ms, self.step_ms.get(name, time_ms))
+            else:
+                time_ms = 0.0
+            if best is None or time_ms < best:
+                best = time_ms
+                # the executor owns the buffers that the graph writes to
+                self._graph, self._executing, self.tiles = graph, executor, candidate
         self.reset()
+
+    def _made_for(self, tiles: Tiles, schedule: str) -> bool:
+        return self._tiles is not None or not isinstance(tiles, GemvTiles) or schedule in tiles.schedules
 
     def _slowest_rank(self, time_ms: float) -> float:
         """Ranks must choose alike: different schedules would issue their collectives in different orders and hang."""
@@ -264,9 +269,12 @@ class DecodeEngine:
             step()  # compiles every kernel and sets up cuBLAS before capture
         torch.cuda.current_stream(self.device).wait_stream(side)
         torch.cuda.synchronize(self.device)
-        graph = torch.cuda.CUDAGraph()
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.no_grad(), torch.cuda.graph(graph):
             step()
+        if plan.skips and executor.ops.skips:
+            wait_for_joined(graph, executor.ops.launchers[0].functions)
+        graph.instantiate()
         self.cache.positions.zero_()
         return graph, executor
 

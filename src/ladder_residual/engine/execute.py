@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .gemv_ops import Launcher
+from .gemv_ops import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from .lane import Lane
 from .reducers import EngineReducer
 from .schedule import MAX_ABSORBS, Plan, Step
@@ -29,6 +29,11 @@ class Ops(Protocol):
         """Whether sums beside the line are launched before their message is there."""
         ...
 
+    @property
+    def skips(self) -> bool:
+        """Whether its kernels can leave it to the next one to wait for the kernel before (``Launcher.reads``)."""
+        ...
+
     def embed(self, tokens: Tensor, message: Tensor) -> None: ...
 
     # attention: the three in this order
@@ -36,7 +41,7 @@ class Ops(Protocol):
 
     def attend(self, step: Step, launch: Launcher) -> None: ...
 
-    def output(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None: ...
+    def output(self, step: Step, launch: Launcher, lane: Lane, message: Tensor) -> None: ...
 
     # the MLP: these two
     def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None: ...
@@ -54,19 +59,23 @@ class Executor:
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         self.plan, self.ops, self.reducer, self.streams, self.tp = plan, ops, reducer, streams, tp
-        self._lanes = [Lane(rows, hidden, device) for _ in range(plan.lanes)]
+        self._lanes = [Lane(rows, hidden, device) for _ in range(plan.copies)]
         self._lane_names = ["main"] if plan.lanes == 1 else ["attention", "main"]
         self._embedding = reducer.allocate(rows, hidden, dtype, device)
         self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
         self._slots = {step.output: index % RING for index, step in enumerate(plan.steps)}
         self._by_output = {step.output: step for step in plan.steps}
         carveout = ops.launchers[0].carveout if ops.launchers else None
+        if plan.schedule == "woven" and ops.launchers:
+            ops.launchers[0].pdl = min(
+                2 * ops.launchers[0].pdl, 2
+            )  # a product launched with gate/up would keep attention's out
         self._sum_launchers = [Launcher(carveout=carveout) for _ in range(2)]
         widest = max(len(step.absorbs) for step in (*plan.steps, plan.final))
         assert widest <= MAX_ABSORBS, f"a step absorbs {widest} outputs, the kernels take {MAX_ABSORBS}"
 
     def run(self, tokens: Tensor, logits: Tensor) -> None:
-        plan, streams = self.plan, self.streams
+        plan, streams, skips = self.plan, self.streams, self.plan.skips and self.ops.skips
         launchers = self.ops.launchers or [Launcher(pdl=0), Launcher(pdl=0)]
         for launcher in launchers:
             launcher.dependent = False
@@ -74,58 +83,62 @@ class Executor:
         if not self.reducer.silent:
             self.reducer.reduce(*self._embedding, 0, Launcher(pdl=0))
         self._events: dict[int, Any] = {}
+        self._awaited: set[tuple[str, int]] = set()
         if plan.lanes == 2:
             streams.wait("attention", streams.record("main", "embedding"))
-        beside: tuple[Step, Any] | None = None  # an attention that runs beside the line, and the event of its end
         for step in plan.steps:
             name = self._lane_names[step.lane]
             launcher = launchers[step.lane]
-            lane = self._lanes[step.lane]
+            lane = self._lanes[step.copy]
             with streams.on(name):
                 absorbed = self._collect(step)
                 self._note(name, step.name)
                 if step.kind == "agree":
                     self._agree(step, lane, absorbed, self._message(step), launcher)
                 elif step.kind == "attention":
+                    if skips and step.layer:
+                        launcher.reads = BEHIND
                     self.ops.qkv(step, lane, absorbed)
                     if plan.weaves(step):
-                        beside = (step, self._attend_beside(step, launchers[1]))
+                        self._attend_beside(step, lane, launchers[1])
                         continue
                     self.ops.attend(step, launcher)
-                    self._output(step, lane)
+                    self.ops.output(step, launcher, lane, self._message(step))
                 else:
+                    if skips:
+                        launcher.reads = BEHIND if self.reducer.silent else BEHIND_BUT_NEWEST
                     self.ops.gate_up(step, lane, absorbed)
-                    if beside is not None:
-                        attention, ended = beside
-                        streams.wait(name, ended)
-                        self._note(name, f"output of {attention.name}")
-                        self._output(attention, lane)
-                        self._send(attention, name, launcher)
-                        beside = None
                     self.ops.down(step, lane, self._message(step), self._added(step))
                 self._send(step, name, launcher)
         final = plan.final
         absorbed = self._collect(final)
         self._note("main", "head")
-        self.ops.head(final, self._lanes[final.lane], absorbed, logits)
+        self.ops.head(final, self._lanes[final.copy], absorbed, logits)
 
     def _message(self, step: Step) -> Tensor:
         return self._ring[self._slots[step.output]][0]
 
     def _added(self, step: Step) -> Tensor | None:
-        return None if step.adds_output is None else self._ring[self._slots[step.adds_output]][0]
+        """The attention output that a parallel layer's MLP adds to its own, after waiting for it if it was made beside the line."""
+        if step.adds_output is None:
+            return None
+        self._await(self._lane_names[step.lane], step.adds_output)
+        return self._ring[self._slots[step.adds_output]][0]
 
-    def _output(self, step: Step, lane: Lane) -> None:
-        self.ops.output(step, lane, self._message(step), self._added(step))
-
-    def _attend_beside(self, step: Step, launcher: Launcher) -> Any:
+    def _attend_beside(self, step: Step, lane: Lane, launcher: Launcher) -> None:
         """An ordinary launch: begun early, it would hold registers that the next product's programs need."""
         self.streams.wait("attention", self.streams.record("main", f"qkv of {step.name}"))
         with self.streams.on("attention"):
             launcher.dependent = False
             self._note("attention", f"attend of {step.name}")
             self.ops.attend(step, launcher)
-            return self.streams.record("attention", f"attend of {step.name}")
+            self.ops.output(step, launcher, lane, self._message(step))
+            self._send(step, "attention", launcher)
+
+    def _await(self, name: str, output: int) -> None:
+        if output in self._events and (name, output) not in self._awaited:
+            self._awaited.add((name, output))
+            self.streams.wait(name, self._events[output])
 
     def _collect(self, step: Step) -> list[Tensor]:
         """The outputs a step absorbs, after waiting for those made elsewhere."""
@@ -134,8 +147,7 @@ class Executor:
             if output == 0:
                 found.append(self._embedding[0 if self.reducer.silent else 1])
                 continue
-            if output in self._events:
-                self.streams.wait(self._lane_names[step.lane], self._events[output])
+            self._await(self._lane_names[step.lane], output)
             summed = self._by_output[output].reduce and not self.reducer.silent
             found.append(self._ring[self._slots[output]][1 if summed else 0])
         return found
@@ -159,7 +171,7 @@ class Executor:
         if summed:
             self._note(name, f"sum of {step.name}")
             self.reducer.reduce(*buffers, step.lane, launcher)
-        if any(other.lane != step.lane for other in self.plan.consumers(step.output)):
+        if name != self._lane_names[step.lane] or any(other.lane != step.lane for other in self.plan.consumers(step.output)):
             self._events[step.output] = streams.record(name, step.name)
 
     def _agree(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], message: Tensor, launcher: Launcher) -> None:

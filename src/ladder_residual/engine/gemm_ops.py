@@ -42,7 +42,7 @@ class GemmOps:
     """Any batch. The same contract as ``GemvOps``: absorb, compute, write the message."""
 
     slices = 1  # of the QKV product along K, which attention adds up
-    early_sums = False
+    early_sums = skips = False
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class GemmOps:
                 SPLITS_PAD=triton.next_power_of_2(self.splits), DIM=s.head_dim, warps=1 if self.splits <= 8 else 4,
             )  # fmt: skip
 
-    def output(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+    def output(self, step: Step, launch: Launcher, lane: Lane, message: Tensor) -> None:
         merged = self._split.view(self._merged.shape) if self.splits == 1 else self._merged
-        self._output(step, lane, merged, self.weights.layers[step.layer].output, message, other)
+        self._output(step, launch, lane, merged, self.weights.layers[step.layer].output, message, None)
 
     def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
         w = self.weights.layers[step.layer]
@@ -109,7 +109,7 @@ class GemmOps:
         self._gated(self.launchers[step.lane], normed, w.gate_up, self._act)
 
     def down(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
-        self._output(step, lane, self._act, self.weights.layers[step.layer].down, message, other)
+        self._output(step, self.launchers[step.lane], lane, self._act, self.weights.layers[step.layer].down, message, other)
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
         normed = self._absorb_norm(step, lane, absorbed, self.weights.final_norm)
@@ -129,9 +129,9 @@ class GemmOps:
         silu_multiply(launch, self._gate_up, out)
 
     def _output(
-        self, step: Step, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None
+        self, step: Step, launch: Launcher, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None
     ) -> None:  # fmt: skip
-        self._project(self.launchers[step.lane], x, weight, message)
+        self._project(launch, x, weight, message)
         if step.adds_stream:
             message.add_(lane.stream, alpha=1.0 / self.sizes.tp)
         if other is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ from .schedule import Step
 from .spec import EngineSpec, RankSizes
 from .weights import LayerWeights, RankWeights
 
+# What a kernel reads of what the kernel before it in the line makes (kernels_project.py), beside PDL's 0 to 2
+BEHIND = 3  # nothing: it reads what was complete before that one let it start
+BEHIND_BUT_NEWEST = 4  # nothing but the last output it absorbs
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -28,6 +32,7 @@ class Tile:
     walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
     shared: int = 0  # of walkers: tiles in shared memory, requested before their input is there; 0: one, in registers
     registers: int | None = None  # of a thread, at most; None: the compiler's choice
+    turn: float = 0  # of walkers in a woven line: the share of their walk after which the next product may begin
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class GemvTiles:
     attention_warps: int = 8
     carveout: int | None = None  # per cent of L1 that all kernels give to shared memory (carveout.py); None: each its own
     early_sums: bool = False  # sums beside the line may begin before their message is there (execute.py)
+    schedules: tuple[str, ...] = ("one", "two", "woven")  # that it is made for
 
     def __post_init__(self) -> None:
         if self.qkv.walkers and self.slices > 1:
@@ -78,7 +84,14 @@ class GemvTiles:
         fits = itemsize == 2 and 3 * walk.rows * walk.block_k * itemsize + SCRATCH <= shared
         rank = [one, *([waiting] if fits else []), two, rank[0]]
         whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
-        return rank + whole[:1] if few_rows else whole + rank[:1]
+        made = rank + whole[:1] if few_rows else whole + rank[:1]
+        # A woven line reads ahead only by walkers. Beside them there is room for few programs of attention at a time.
+        beside = min(splits, _power_of_two_below(max(8 // sizes.kv_heads, max_context // 320)))
+        woven = replace(made[0], qkv=walk, gate_up=replace(walk, turn=0.6), slices=1, splits=beside, attention_warps=4)
+        return [
+            *(replace(tiles, schedules=("one", "two")) for tiles in made),
+            *(replace(tiles, schedules=("woven",)) for tiles in (woven, made[0])),
+        ]
 
 
 SCRATCH = 4096  # bytes of shared memory beside the tiles, more than a sum over a program's threads takes
@@ -124,18 +137,28 @@ class Launcher:
     pdl: int = 1  # 0: off; 1: the next kernel may start with this one; 2: once this one's input is there
     dependent: bool = False
     carveout: int | None = None  # GemvTiles
+    reads: int = 0  # of the kernel before it, by the next kernel if that ``skips``: BEHIND, BEHIND_BUT_NEWEST; 0: what it likes
+    functions: dict[int, int] = field(default_factory=dict)  # compiled kernels that it started, and how each waits
 
     def __call__(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int | None = None, **constants: Any
-    ) -> None:
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int | None = None, skips: bool = False,
+        **constants: Any,
+    ) -> None:  # fmt: skip
         options: dict[str, Any] = {"num_warps": warps}
         if registers:
             options["maxnreg"] = registers
         if self.pdl and self.dependent:
             options["launch_pdl"] = True
-        constants["PDL"] = int(self.pdl)
-        set_carveout(kernel[grid](*args, **constants, **options), self.carveout)
+        constants["PDL"] = self.waiting(skips)
+        compiled = kernel[grid](*args, **constants, **options)
+        set_carveout(compiled, self.carveout)
+        self.functions[getattr(compiled, "function", 0)] = constants["PDL"]
         self.dependent = True  # the next kernel on this stream may lean on this one, unless an event comes between
+
+    def waiting(self, skips: bool) -> int:
+        """How the next kernel waits: as its input allows, if it can and the one before it may still be running."""
+        reads, self.reads = self.reads, 0
+        return reads if reads and skips and self.pdl and self.dependent else self.pdl
 
 
 def embed_tokens(sizes: RankSizes, table: Tensor, tokens: Tensor, message: Tensor) -> None:
@@ -150,8 +173,9 @@ class GemvOps:
     """Batch 1. Writes each module's message into the buffer it is given."""
 
     def __init__(
-        self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, tiles: GemvTiles, *, pdl: int = 1
-    ) -> None:
+        self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, tiles: GemvTiles, *, pdl: int = 1,
+        skips: bool = False,
+    ) -> None:  # fmt: skip
         from . import kernels_attention, kernels_project
 
         self._project, self._attend = kernels_project, kernels_attention
@@ -159,7 +183,7 @@ class GemvOps:
         self.pdl = pdl
         device = weights.device
         self.launchers = [Launcher(pdl, carveout=tiles.carveout) for _ in range(2)]
-        self.early_sums = tiles.early_sums
+        self.early_sums, self.skips = tiles.early_sums, skips
         self._multiprocessors = multiprocessors(device)
         make = torch.empty
         self._qkv = make(
@@ -187,9 +211,9 @@ class GemvOps:
                 SPLITS=t.splits, SPLITS_PAD=triton.next_power_of_2(t.splits), DIM=self.sizes.head_dim, warps=4,
             )  # fmt: skip
 
-    def output(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+    def output(self, step: Step, launch: Launcher, lane: Lane, message: Tensor) -> None:
         merged = self._merged if self.tiles.splits > 1 else self._split  # a single split is already the whole
-        self._output(step, lane, merged, self.weights.layers[step.layer].output, message, self.tiles.output, other)
+        self._output(step, launch, lane, merged, self.weights.layers[step.layer].output, message, self.tiles.output, None)
 
     def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
         w, t = self.weights.layers[step.layer], self.tiles
@@ -197,7 +221,8 @@ class GemvOps:
         self._norm_project(step, lane, absorbed, norm, w.gate_up, self._act, t.gate_up, gated=True)
 
     def down(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
-        self._output(step, lane, self._act, self.weights.layers[step.layer].down, message, self.tiles.down, other)
+        launch, down = self.launchers[step.lane], self.weights.layers[step.layer].down
+        self._output(step, launch, lane, self._act, down, message, self.tiles.down, other)
 
     def head(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], logits: Tensor) -> None:
         self._norm_project(step, lane, absorbed, self.weights.final_norm, self.weights.head, logits, self.tiles.head)
@@ -211,8 +236,11 @@ class GemvOps:
         rows = weight.shape[0] // 2 if gated else weight.shape[0]
         per_program = tile.rows // 2 if gated else tile.rows
         if tile.walkers:
-            programs = walking(triton.cdiv(rows, per_program), tile.walkers * self._multiprocessors)
-            kernel, constants = self._project.norm_walk, {}
+            blocks = triton.cdiv(rows, per_program)
+            programs = walking(blocks, tile.walkers * self._multiprocessors)
+            turn = int(tile.turn * triton.cdiv(blocks, programs))
+            constants: dict[str, Any] = {"TURN": turn, "skips": True}
+            kernel = self._project.norm_walk
             if tile.shared:
                 kernel, piece = self._project.norm_walk_shared, triton.cdiv(self.sizes.hidden, programs)
                 constants = {"TILES": tile.shared, "PIECE": triton.next_power_of_2(piece)}
@@ -245,6 +273,7 @@ class GemvOps:
     def _output(
         self,
         step: Step,
+        launch: Launcher,
         lane: Lane,
         source: Tensor,
         weight: Tensor,
@@ -253,7 +282,7 @@ class GemvOps:
         other: Tensor | None,
     ) -> None:
         n, k = weight.shape
-        self.launchers[step.lane](
+        launch(
             self._project.output_project, (triton.cdiv(n, tile.rows),),
             source, weight, lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
             K=k, ROWS=tile.rows, BLOCK_K=tile.block_k,

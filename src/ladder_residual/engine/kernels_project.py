@@ -8,7 +8,16 @@
 The norm costs no pass of its own: y = (W . (g * x)) * rsqrt(mean(x^2) + eps), so the sum of squares is collected while the
 weights stream. DEPTH tiles of weights are requested ahead of use; the first ones *before* ``gdc_wait``: weights never change, so
 with programmatic dependent launch they are already there when the previous kernel's output is. Nothing but weights may be read
-above the wait.
+above the wait, unless the kernel is told that what it reads is older (PDL 3 and 4):
+
+    0  ordinary launches
+    1  the next kernel may start now, this one waits for the one before it
+    2  waits, and then lets the next one start
+    3  reads nothing of the kernel before it: computes, and only then waits and lets the next one start
+    4  reads nothing of it but the last output it absorbs, and waits before that
+
+Behind a kernel of 2 to 4 the one before *that* is complete: it was waited for before the next was let in. So a kernel of 3 or 4 may
+read what was made two kernels ago. Its loads go past L1, which no wait of its own has cleared.
 
 BLOCK_K = 256 * warps is not a whim: then each thread's eight weights of a row meet the eight elements of x it loaded itself.
 Any other width makes the compiler pass x through shared memory, with barriers, in every iteration.
@@ -20,18 +29,20 @@ from ._triton import tl, tl_cuda, triton
 
 
 @triton.jit
-def _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, mask, KEEP: tl.constexpr, DELTAS: tl.constexpr):
+def _absorb(
+    x_ptr, d0_ptr, d1_ptr, d2_ptr, k, mask, KEEP: tl.constexpr, DELTAS: tl.constexpr, CACHE: tl.constexpr
+):  # fmt: skip
     """The stream at positions ``k`` with up to three outputs added, in float32."""
     if KEEP:
-        x = tl.load(x_ptr + k, mask=mask, other=0.0)
+        x = tl.load(x_ptr + k, mask=mask, other=0.0, cache_modifier=CACHE)
     else:
         x = tl.zeros(k.shape, tl.float32)
     if DELTAS > 0:
-        x += tl.load(d0_ptr + k, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(d0_ptr + k, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
     if DELTAS > 1:
-        x += tl.load(d1_ptr + k, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(d1_ptr + k, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
     if DELTAS > 2:
-        x += tl.load(d2_ptr + k, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(d2_ptr + k, mask=mask, other=0.0, cache_modifier=CACHE).to(tl.float32)
     return x
 
 
@@ -64,13 +75,20 @@ def _rows_of(block, N, ROWS: tl.constexpr, GATED: tl.constexpr):
 
 @triton.jit
 def _after_the_previous_kernel(PDL: tl.constexpr):
-    """Below this line the previous kernel's output is there. 1: let the next kernel start now; 2: only once our input is there."""
+    """Below this line the previous kernel's output is there."""
     if PDL == 1:
         tl_cuda.gdc_launch_dependents()
     if PDL > 0:
         tl_cuda.gdc_wait()
     if PDL == 2:
         tl_cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def _let_the_next_one_start():
+    """Not before all before this kernel is complete: the next one may rely on it. Doing it again changes nothing."""
+    tl_cuda.gdc_wait()
+    tl_cuda.gdc_launch_dependents()
 
 
 @triton.jit
@@ -111,7 +129,7 @@ def norm_project(
         w2 = _weights(w_ptrs, row_mask, offs, 2 * BLOCK_K, SLICE, EVEN)
     _after_the_previous_kernel(PDL)
     k = part * SLICE + offs
-    x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, offs < SLICE, KEEP, DELTAS)
+    x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, offs < SLICE, KEEP, DELTAS, "")
     g = tl.load(norm_ptr + k, mask=offs < SLICE, other=0.0)
     acc = tl.zeros([ROWS, BLOCK_K // 8], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
@@ -119,7 +137,7 @@ def norm_project(
         ahead = _weights(w_ptrs, row_mask, offs, start + DEPTH * BLOCK_K, SLICE, EVEN)
         following = start + BLOCK_K + offs
         k_next = part * SLICE + following
-        x_next = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k_next, following < SLICE, KEEP, DELTAS)
+        x_next = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k_next, following < SLICE, KEEP, DELTAS, "")
         g_next = tl.load(norm_ptr + k_next, mask=following < SLICE, other=0.0)
         if DELTAS > 0 and row_block == (start // BLOCK_K) % tl.num_programs(0):  # each piece of the new stream is stored once
             tl.store(x_out_ptr + k, x, mask=start + offs < SLICE)
@@ -195,14 +213,26 @@ def norm_walk(
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
     GATED: tl.constexpr,
+    TURN: tl.constexpr,  # with PDL of 2 and more: the block of the walk after which the next kernel may start
     PDL: tl.constexpr,
 ):
     own, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, WIDTH)
     w = _whole_rows(w_ptr, own, N, k, K, ROWS, GATED)
     g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-    _after_the_previous_kernel(PDL)
-    x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS)
+    if PDL == 3:
+        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, ".cg")
+    elif PDL == 4 and DELTAS > 0:
+        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS - 1, ".cg")
+        tl_cuda.gdc_wait()
+        newest = d0_ptr if DELTAS == 1 else d1_ptr if DELTAS == 2 else d2_ptr
+        x += tl.load(newest + k, mask=k < K, other=0.0, cache_modifier=".cg").to(tl.float32)
+    else:
+        if PDL == 1:
+            tl_cuda.gdc_launch_dependents()
+        if PDL > 0:
+            tl_cuda.gdc_wait()
+        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, "")
     if DELTAS > 0:  # each program stores its piece of the new stream
         tl.store(x_out_ptr + k, x, mask=(k < K) & (k // tl.cdiv(K, programs) == own))
     rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
@@ -212,6 +242,11 @@ def norm_walk(
         ahead = _whole_rows(w_ptr, block + programs, N, k, K, ROWS, GATED)
         _finish_block(w, x, rms, block, N, out_ptr, ROWS, WIDTH, PER, GATED)
         w = ahead
+        if PDL > 1:  # noqa: SIM102  joined by "and", both would be asked at run time
+            if block == own + TURN * programs:
+                _let_the_next_one_start()
+    if PDL > 1:  # a walk that was too short for it
+        _let_the_next_one_start()
 
 
 @triton.jit
@@ -248,12 +283,12 @@ def norm_walk_shared(
         if block == own:
             g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
             _after_the_previous_kernel(PDL)
-            x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS)
+            x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, "")
             if DELTAS > 0:  # read again rather than stored out of x, which would take registers that spill
                 size = tl.cdiv(K, programs)
                 i = tl.arange(0, PIECE)
                 inside = (i < size) & (own * size + i < K)
-                piece = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, own * size + i, inside, KEEP, DELTAS)
+                piece = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, own * size + i, inside, KEEP, DELTAS, "")
                 tl.store(x_out_ptr + own * size + i, piece, mask=inside)
             rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
             x = x * g.to(tl.float32)

@@ -29,7 +29,7 @@ class PrefillOps:
     """Rows of a stream are (sequence, position) pairs. The same contract as the decode ops."""
 
     launchers: Sequence[object] = ()
-    early_sums = False
+    early_sums = skips = False
 
     def __init__(self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, steps: int) -> None:
         self.spec, self.sizes, self.weights, self.cache, self.steps = spec, sizes, weights, cache, steps
@@ -51,9 +51,9 @@ class PrefillOps:
         k, v = keys[:, :, : self.steps], values[:, :, : self.steps]
         self._made["attended"] = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.sizes.group > 1)
 
-    def output(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
+    def output(self, step: Step, launch: Launcher, lane: Lane, message: Tensor) -> None:
         attended = self._made.pop("attended").transpose(1, 2).reshape(message.shape[0], -1)
-        self._project(step, lane, attended, self.weights.layers[step.layer].output, message, other)
+        self._project(step, lane, attended, self.weights.layers[step.layer].output, message, None)
 
     def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
         w = self.weights.layers[step.layer]

@@ -78,9 +78,10 @@ class RowOps(GemmOps):
     def _gated(self, launch: Launcher, x: Tensor, gate_up: Tensor, out: Tensor) -> None:
         self._launch(launch, x, gate_up, out, gated=True)
 
-    def _output(self, step: Step, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None) -> None:
-        stream = lane.stream if step.adds_stream else None
-        self._launch(self.launchers[step.lane], x, weight, message, stream=stream, other=other)
+    def _output(
+        self, step: Step, launch: Launcher, lane: Lane, x: Tensor, weight: Tensor, message: Tensor, other: Tensor | None
+    ) -> None:  # fmt: skip
+        self._launch(launch, x, weight, message, stream=lane.stream if step.adds_stream else None, other=other)
 
     def _launch(
         self,

@@ -7,9 +7,9 @@
 Outputs are numbered: 0 is the embedding, i the i-th module of the chain (attention, MLP, attention, ...), as in the recurrence
 x_i = x_{i-1} + AR(h_i(.)). A step *absorbs* outputs into its lane's copy of the stream before it reads it. With two lanes the
 attention chain and the MLP chain each keep their own copy and exchange outputs only, so that they can run at the same time.
-*Woven* is one lane in which only attention over the cache, the one kernel that leaves the memory idle, leaves the line: it runs
-beside the MLP's first product, and attention's output product waits for both. Nothing here touches a device: ``execute.py`` runs a
-plan, tests run it on the CPU.
+*Woven* is one lane of three products a layer, QKV, gate/up and down; attention over the cache and its output product run beside
+gate/up. In ladder layers each chain keeps its own copy of the stream there too, so that no product but down reads what the one before
+it wrote. Nothing here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
 """
 
 from __future__ import annotations
@@ -40,6 +40,7 @@ class Step:
     adds_output: int | None = None  # parallel: this rank's attention partial joins the MLP's message
     first_norm: bool = False  # parallel: the MLP reads through the layer's first norm
     lane: int = 0
+    copy: int = 0  # of the stream, that it reads and adds to
 
     @property
     def name(self) -> str:
@@ -72,8 +73,18 @@ class Plan:
         return step.output in self._overlapped
 
     def weaves(self, step: Step) -> bool:
-        """Whether the MLP's first product may come between an attention's QKV product and its output product."""
+        """Whether an attention, but for its QKV product, may run beside the MLP's first product."""
         return step.output in self._woven
+
+    @cached_property
+    def copies(self) -> int:
+        return 1 + max(step.copy for step in (*self.steps, self.final))
+
+    @cached_property
+    def skips(self) -> bool:
+        """Whether each layer's QKV and gate/up read nothing that the product before them in the line made: a woven step of ladder
+        layers alone."""
+        return self.copies == 2 and self.lanes == 1 and len(self._woven) == self.wiring.num_layers
 
     # Looked up for every step of every prompt, while the card waits: worked out once.
     @cached_property
@@ -107,6 +118,9 @@ def plan_steps(wiring: Wiring, schedule: str = "one") -> Plan:
         if wiring.kind not in ("ladder", "standard"):
             raise ValueError(f"two lanes need a ladder wiring, {wiring.spec} has one chain: use one lane")
         return _plan_two_lanes(wiring)
+    if schedule == "woven" and wiring.kind == "ladder":
+        apart = _plan_two_lanes(wiring)
+        return Plan(wiring, 1, tuple(replace(step, lane=0) for step in apart.steps), replace(apart.final, lane=0), woven=True)
     return replace(_plan_one_lane(wiring), woven=schedule == "woven")
 
 
@@ -180,9 +194,9 @@ def _plan_two_lanes(wiring: Wiring) -> Plan:
         for lane, name in enumerate(("attention", "mlp")):
             output = 2 * layer + 1 + lane
             taken, keep = absorb(lane, max(output - behind, 0))
-            steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane))
+            steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane, copy=lane))
     taken, keep = absorb(1, 2 * wiring.num_layers)
-    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1)
+    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1, copy=1)
     return Plan(wiring, 2, tuple(steps), final)
 
 
