@@ -299,7 +299,7 @@ def test_a_carveout_is_set_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) 
             calls.append((function.value, value))
             return answers[len(calls) - 1]
 
-    monkeypatch.setattr(carveout, "_driver", Driver)
+    monkeypatch.setattr(carveout, "driver", Driver)
     monkeypatch.setattr(carveout, "_set", {})
     kernel = SimpleNamespace(function=77)
     for percent in (None, 100, 100, 100, None, None):
