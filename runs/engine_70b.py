@@ -48,14 +48,15 @@ def main() -> None:
             )
         if "beside" in parts:  # what a user would have otherwise
             keep("70b-tp8-peers", bench_decode(shard=shard, tp=8, batches=(1, 4), repeats=options.repeats, peers=True))
-        if "batches" in parts:
-            keep(
-                "70b-tp8-batches",
-                bench_decode(
-                    shard=shard, tp=8, batches=(4, 16, 64), links=LINKS, wirings=("standard", "ladder", "parallel"),
-                    products=options.products, repeats=options.repeats,
-                ),
-            )  # fmt: skip
+        if "batches" in parts:  # a file of its own as soon as it is there
+            for batch in (16, 64, 4):
+                keep(
+                    f"70b-tp8-batch{batch}",
+                    bench_decode(
+                        shard=shard, tp=8, batches=(batch,), links=LINKS, wirings=("standard", "ladder", "parallel"),
+                        products=options.products, repeats=options.repeats,
+                    ),
+                )  # fmt: skip
         if "products" in parts:  # cuBLAS and kernels of our own, no link in the way
             for products in ("cublas", "triton"):
                 keep(
@@ -67,7 +68,7 @@ def main() -> None:
                 )  # fmt: skip
         if "prefill" in parts:
             keep("70b-tp8-prefill", bench_prefill(shard=shard, tp=8, batches=(1, 4), links=("none", "500us", "h200-nccl")))
-        if "e2e" in parts:  # about half a minute each, and a file of its own as soon as it is there
+        if "e2e" in parts:  # about half a minute each
             for batch in (1, 4, 16, 64):
                 keep(f"70b-tp8-e2e-batch{batch}", bench_e2e(shard=shard, tp=8, batches=(batch,), links=("24us",), repeats=2))
         del shard
