@@ -48,7 +48,7 @@ def main() -> None:
             )
         if "beside" in parts:  # what a user would have otherwise
             keep("70b-tp8-peers", bench_decode(shard=shard, tp=8, batches=(1, 4), repeats=options.repeats, peers=True))
-        if "batches" in parts:  # a file of its own as soon as it is there
+        if "batches" in parts:  # a file of its own as soon as it is there, those with a target first
             for batch in (16, 64, 4):
                 keep(
                     f"70b-tp8-batch{batch}",

@@ -17,7 +17,8 @@ from ladder_residual.engine import gemv_ops, kernels_prompt, kernels_small
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
-from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Launcher
+from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles
+from ladder_residual.engine.launcher import Launcher
 from ladder_residual.engine.reducers import EmulatedReducer
 from ladder_residual.engine.row_ops import RowOps, RowTiles
 from ladder_residual.engine.schedule import plan_steps
@@ -44,8 +45,9 @@ class Compiling(Launcher):
     def __init__(self):
         super().__init__(pdl=1)
 
-    def __call__(self, kernel, grid, *args, warps, registers=None, **constants):
-        compile_kernel(kernel, args, warps, {**constants, "PDL": 1}, registers)
+    def __call__(self, kernel, grid, *args, warps, registers=None, reads_before=False, **constants):
+        compile_kernel(kernel, args, warps, {**constants, "PDL": self.waits(reads_before)}, registers)
+        self.dependent = True
 
 
 def compile_kernel(kernel, args, warps, constants, registers=None):
@@ -70,6 +72,7 @@ def compile_kernel(kernel, args, warps, constants, registers=None):
         "warps": warps,
         "shared": made.metadata.shared,
         "early": "griddepcontrol.wait" in ptx,
+        "past_l1": ptx.count("ld.global.cg"),
         "tensor_cores": "mma" in ptx,
         "copies_ahead": "cp.async" in ptx,
         "copies_before_the_wait": made.asm["ttgir"].partition("griddepcontrol.wait")[0].count("ttg.async_copy_global_to_local"),
@@ -112,7 +115,7 @@ class NoSum(EmulatedReducer):
 
 if __name__ == "__main__":
     for tiles in GemvTiles.candidates(sizes, 2048):
-        compile_step("ladder", 1, lambda *a, tiles=tiles: GemvOps(*a, tiles), "one")
+        compile_step("ladder", 1, lambda *a, tiles=tiles: GemvOps(*a, tiles, reads_before=True), tiles.schedules[0])
     compile_step("desync-3x", 1, lambda *a: GemvOps(*a, GemvTiles.candidates(sizes, 2048)[0]), "one")
     compile_step("parallel", 4, GemmOps, "one")
     for rows in RowTiles.candidates(sizes):

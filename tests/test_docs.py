@@ -89,7 +89,7 @@ def test_what_the_readme_sums_up_is_what_the_results_say():
     assert re.findall(r"\| (\d\.\d\dx) \|", table) == [f"{speedup:.2f}x" for speedup in speedups]
     assert f"{healed['distill 30']['tokens'] / 1e6:.0f} million tokens" in table
     ordinary = rows("engine/70b-tp8-launch.json", wiring="ladder", link="24us+launch")["over_standard"]
-    assert f"({ordinary:.2f}x if they are launched as NCCL's are)" in table
+    assert f"({ordinary:.3f}x if they are launched as NCCL's are)" in table
 
 
 def test_the_two_commands_of_the_readme_are_what_ci_runs():

@@ -20,7 +20,7 @@ from ladder_residual.bench.peers_transformers import transformers_model
 from ladder_residual.config import Wiring
 from ladder_residual.engine import reducers
 from ladder_residual.engine.emulate import measured_links, parse_emulation, parse_link
-from ladder_residual.engine.gemv_ops import Launcher
+from ladder_residual.engine.launcher import Launcher
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.rope import rope_tables
 from ladder_residual.engine.spec import EngineSpec, RankSizes

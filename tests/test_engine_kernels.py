@@ -24,7 +24,8 @@ from ladder_residual.engine._triton import mend_interpreter
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
-from ladder_residual.engine.gemv_ops import BEHIND, BEHIND_BUT_NEWEST, GemvOps, GemvTiles, Launcher, Tile
+from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
+from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from ladder_residual.engine.prefill_ops import FusedPrefillOps, PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
@@ -142,21 +143,54 @@ def test_woven_layers_of_other_wirings_and_batches(wiring: str, batch: int) -> N
 @pytest.mark.parametrize("silent", [True, False])
 def test_walkers_that_read_before_they_wait(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers whether the newest output comes last or all at once. Here nothing runs early; tests/gpu has the real thing."""
-    waited = []
-    early = SimpleNamespace(gdc_wait=lambda: waited.append(True), gdc_launch_dependents=lambda: None)
+    ignored = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     for kernels in (kernels_project, kernels_attention):
-        monkeypatch.setattr(kernels, "tl_cuda", early)
+        monkeypatch.setattr(kernels, "tl_cuda", ignored)
     monkeypatch.setattr(NoReducer, "silent", silent)
     monkeypatch.setattr(NoReducer, "reduce", lambda *_: None)
     walk = Tile(2, 64, 1, walkers=1, turn=0.5)
     made = replace(tiles(1, 2), qkv=walk, gate_up=walk)
     noted: list[int] = []
-    how = Launcher.waiting
-    monkeypatch.setattr(Launcher, "waiting", lambda self, skips: noted.append(how(self, skips)) or noted[-1])
+    how = Launcher.waits
+    monkeypatch.setattr(Launcher, "waits", lambda self, before: noted.append(how(self, before)) or noted[-1])
     spec, wiring = EngineSpec.from_shape(shape(num_layers=3)), Wiring.parse("ladder", 3)
-    assert step_against_reference(spec, wiring, 1, 4, lambda *a: GemvOps(*a, made, pdl=1, skips=True), "woven") < 2e-5
+    worst = step_against_reference(
+        spec, wiring, 1, 4, lambda *a: GemvOps(*a, made, pdl=1, reads_before=True), "woven"
+    )  # fmt: skip
+    assert worst < 2e-5
     assert set(noted) == ({1, 2, BEHIND} if silent else {1, 2, BEHIND, BEHIND_BUT_NEWEST})
-    assert waited
+
+
+@pytest.mark.parametrize("deltas", [1, 2, 3])
+@pytest.mark.parametrize(("pdl", "before"), [(1, "start wait"), (2, "wait"), (BEHIND, ""), (BEHIND_BUT_NEWEST, "wait")])
+def test_what_a_walker_reads_before_it_waits(pdl: int, before: str, deltas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may still be on its way is there only once the kernel has waited, and the next one is let in only after that."""
+    hidden, rows, programs = 64, 12, 2  # three blocks of two rows a program
+    generator = torch.Generator().manual_seed(4)
+    stream, norm = torch.randn(hidden, generator=generator), torch.rand(hidden, generator=generator)
+    outputs, weights = torch.randn(deltas, hidden, generator=generator), torch.randn(rows, hidden, generator=generator)
+    late = {1: deltas, 2: deltas, BEHIND: 0, BEHIND_BUT_NEWEST: 1}[pdl]
+    given = outputs.clone()
+    given[deltas - late :] = float("nan")
+    log: list[str] = []
+
+    def wait() -> None:
+        log.append("wait")
+        given.copy_(outputs)
+
+    events = SimpleNamespace(gdc_wait=wait, gdc_launch_dependents=lambda: log.append("start"))
+    monkeypatch.setattr(kernels_project, "tl_cuda", events)
+    out, new = torch.full((rows,), float("nan")), torch.full((hidden,), float("nan"))
+    deltas_given = [*given, *[norm] * (3 - deltas)]
+    kernels_project.norm_walk[(programs,)](
+        stream, *deltas_given, new, norm, weights, out, 1e-5, rows,
+        K=hidden, WIDTH=hidden, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, TURN=1, PDL=pdl,
+    )  # fmt: skip
+    x = stream + outputs.sum(0)
+    torch.testing.assert_close(new, x)
+    torch.testing.assert_close(out, weights @ (x * torch.rsqrt(x.square().mean() + 1e-5) * norm), rtol=1e-4, atol=1e-4)
+    let_in = ["wait", "start"] * 2 if pdl > 1 else []  # at its turn, and at the end for walks that are too short
+    assert log == [*before.split(), *let_in] * programs
 
 
 def test_sizes_that_do_not_fill_a_tile() -> None:
@@ -337,3 +371,6 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
             assert made["copies_ahead"], made
         if made["kernel"] == "norm_walk_shared":  # its first tiles are asked for before the previous kernel has ended
             assert made["copies_before_the_wait"] == made["constants"]["TILES"], made
+        assert (made["past_l1"] > 0) == (made["constants"].get("PDL", 0) >= BEHIND), made
+    walks = {made["constants"]["PDL"] for made in compiled if made["kernel"] == "norm_walk"}
+    assert walks == {1, 2, BEHIND, BEHIND_BUT_NEWEST}

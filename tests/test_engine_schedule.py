@@ -9,8 +9,10 @@ import torch
 
 from ladder_residual.config import Wiring
 from ladder_residual.engine.cache import KVCache
+from ladder_residual.engine.decoder import DecodeEngine
 from ladder_residual.engine.execute import RING, Executor
-from ladder_residual.engine.gemv_ops import BEHIND, BEHIND_BUT_NEWEST, GemvTiles, Launcher
+from ladder_residual.engine.gemv_ops import GemvTiles
+from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from ladder_residual.engine.prefill_ops import PrefillOps
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
@@ -173,8 +175,8 @@ def test_a_woven_ladder_line_reads_nothing_of_the_product_before() -> None:
 class Launches(Launcher):
     """Notes how each kernel waits for the one before it, instead of starting it."""
 
-    def __call__(self, kernel, grid, *args, warps, registers=None, skips=False, **constants):
-        self.noted = [*getattr(self, "noted", ()), self.waiting(skips)]
+    def __call__(self, kernel, grid, *args, warps, registers=None, reads_before=False, **constants):
+        self.noted = [*getattr(self, "noted", ()), self.waits(reads_before)]
         self.dependent = True
 
 
@@ -183,16 +185,16 @@ def test_who_waits_for_the_product_before(announced: bool) -> None:
     class Ops(PrefillOps):
         """Computes as the others, and starts the line's kernels in name: QKV, gate/up, down."""
 
-        skips = True
+        reads_before = True
         launchers = (Launches(), Launches())
 
         def qkv(self, step, lane, absorbed):
             super().qkv(step, lane, absorbed)
-            self.launchers[0](None, (), warps=1, skips=True)
+            self.launchers[0](None, (), warps=1, reads_before=True)
 
         def gate_up(self, step, lane, absorbed):
             super().gate_up(step, lane, absorbed)
-            self.launchers[0](None, (), warps=1, skips=True)
+            self.launchers[0](None, (), warps=1, reads_before=True)
 
         def down(self, step, lane, message, other):
             super().down(step, lane, message, other)
@@ -297,6 +299,8 @@ def test_number_of_sums(spec: str, sums: int) -> None:
 
 
 def test_refusals() -> None:
+    with pytest.raises(ValueError, match="pdl 3 is none of 0, 1, 2: use 1, or 0 without early launches"):
+        DecodeEngine(EngineSpec.from_shape(SHAPE), Wiring.parse("ladder", LAYERS), {}, pdl=3)
     with pytest.raises(ValueError, match="no delayed-1 wiring"):
         plan_steps(Wiring.parse("delayed-1", LAYERS))
     with pytest.raises(ValueError, match="unknown schedule 'three'; choose from auto, one, two, woven"):

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -13,6 +14,8 @@ from test_engine_gpu import SHAPE, main, parametrize
 from ladder_residual.config import Wiring
 from ladder_residual.engine import DecodeEngine, EngineSpec, RankSizes, decoder, parse_link, random_weights, stack_weights
 from ladder_residual.engine.gemv_ops import GemvTiles
+from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST
+from ladder_residual.presets import ModelShape
 
 try:
     import pytest
@@ -21,23 +24,23 @@ try:
 except ImportError:  # a bare machine
     pass
 
-DEEP = replace(SHAPE, num_layers=12)
 STEPS = 60
 
 
-def logits_of_steps(link: str, tiles: GemvTiles, reads_behind: bool) -> tuple[torch.Tensor, int]:
-    """Of many steps, and how many edges of the graph were changed for them."""
-    spec, sizes, wiring = EngineSpec.from_shape(DEEP), RankSizes.of(DEEP, 2, 0), Wiring.parse("ladder", DEEP.num_layers)
+def logits_of_steps(
+    shape: ModelShape, link: str, tiles: GemvTiles, *, reads_before: bool, settles: bool = True
+) -> torch.Tensor:  # fmt: skip
+    """Of many steps. Without ``settles`` what a kernel joins is left to chance, as a graph is captured."""
+    spec, sizes, wiring = EngineSpec.from_shape(shape), RankSizes.of(shape, 2, 0), Wiring.parse("ladder", shape.num_layers)
     torch.manual_seed(5)
     weights = stack_weights(spec, sizes, random_weights(spec, 2, 0, torch.bfloat16, "cuda"))
     tokens = torch.randint(0, sizes.vocab_tokens, (STEPS,), device="cuda")
-    changed = []
-
-    def change(*given) -> None:
-        changed.append(wait_for_joined(*given))
-
-    wait_for_joined = decoder.wait_for_joined
-    with patch.object(decoder, "can_change_edges", lambda: reads_behind), patch.object(decoder, "wait_for_joined", change):
+    with (
+        warnings.catch_warnings(),
+        patch.object(decoder, "can_change_edges", lambda: reads_before),
+        patch.object(decoder, "wait_for_joined", decoder.wait_for_joined if settles else lambda *_: True),
+    ):
+        warnings.simplefilter("error")  # it falls back to waiting with a warning
         engine = DecodeEngine(
             spec,
             wiring,
@@ -49,23 +52,35 @@ def logits_of_steps(link: str, tiles: GemvTiles, reads_behind: bool) -> tuple[to
             schedule="woven",
             tiles=tiles,
         )
+    waits = engine._executing.ops.launchers[0].started.values()
+    assert any(how in (BEHIND, BEHIND_BUT_NEWEST) for how in waits) == reads_before
     torch.manual_seed(6)
     engine.reset(1000, random_context=True)
-    return torch.stack([engine.decode(tokens[step : step + 1]).clone() for step in range(STEPS)]), sum(changed)
+    return torch.stack([engine.decode(tokens[step : step + 1]).clone() for step in range(STEPS)])
+
+
+def woven_tiles(shape: ModelShape) -> list[GemvTiles]:
+    return [tiles for tiles in GemvTiles.candidates(RankSizes.of(shape, 2, 0), 2560) if "woven" in tiles.schedules]
 
 
 @parametrize("link", ["none", "1us", "5us", "5us+launch", "20us"])
+@parametrize("hidden", [1024, 2048])
 @parametrize("which", [0, 1])
-def test_reading_behind_changes_no_bit(link: str, which: int) -> None:
-    """The second set of tiles has a QKV product that cannot read behind, so only gate/up does."""
-    sets = GemvTiles.candidates(RankSizes.of(DEEP, 2, 0), 2560)
-    tiles = [tiles for tiles in sets if "woven" in tiles.schedules][which]
-    waiting, unchanged = logits_of_steps(link, tiles, reads_behind=False)
-    behind, changed = logits_of_steps(link, tiles, reads_behind=True)
+def test_reading_before_waiting_changes_no_bit(link: str, hidden: int, which: int) -> None:
+    shape = replace(SHAPE, num_layers=12, hidden_size=hidden)
+    tiles = woven_tiles(shape)[which]
+    assert bool(tiles.qkv.walkers) == ((hidden, which) != (2048, 1))  # there QKV is cut into slices: only gate/up reads before
+    waiting = logits_of_steps(shape, link, tiles, reads_before=False)
     assert torch.isfinite(waiting).all()
-    assert torch.equal(waiting, behind)
-    joins = DEEP.num_layers - 1 if tiles.qkv.walkers else 0  # QKV joins the attention of the layer before, or its sum
-    assert (unchanged, changed) == (0, joins)
+    assert torch.equal(waiting, logits_of_steps(shape, link, tiles, reads_before=True))
+
+
+def test_the_comparison_sees_an_edge_that_is_missing() -> None:
+    """QKV that does not wait for the sum it joins reads what the step before left there."""
+    shape = replace(SHAPE, num_layers=12)
+    tiles = woven_tiles(shape)[0]
+    waiting = logits_of_steps(shape, "20us", tiles, reads_before=False)
+    assert not torch.equal(waiting, logits_of_steps(shape, "20us", tiles, reads_before=True, settles=False))
 
 
 if __name__ == "__main__":

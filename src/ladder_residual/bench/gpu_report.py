@@ -135,7 +135,9 @@ def _verdict(values: Sequence[float], most: float) -> str:
 
 def _section(result: dict[str, Any]) -> list[str]:
     label = " (emulated)" if result.get("emulated") else ""
-    title = f"{result['model']}, tp={result['tp']}, {result['benchmark']}{label}"
+    batches = {row["batch"] for row in result["rows"] if "batch" in row}
+    batch = f", batch {batches.pop()}" if len(batches) == 1 else ""
+    title = f"{result['model']}, tp={result['tp']}, {result['benchmark']}{batch}{label}"
     facts = [f"{key} {result[key]}" for key in ("layers", "batch", "context", "prompt", "new") if key in result]
     if "read_bandwidth_tb_s" in result:
         facts.append(f"read bandwidth {result['read_bandwidth_tb_s']} TB/s")

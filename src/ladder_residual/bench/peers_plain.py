@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..engine.emulate import Link
-from ..engine.gemv_ops import Launcher
+from ..engine.launcher import Launcher
 from ..engine.reducers import make_reducer
 from ..engine.rope import rope_tables, rotate
 from ..engine.spec import EngineSpec, RankSizes

@@ -8,20 +8,13 @@ kernels of its layers ask for the same division; sums of NCCL and of symmetric m
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from typing import Any
+
+from .driver import driver
 
 PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 DRIVERS_CHOICE = -1
 _set: dict[int, int] = {}  # by function: the driver keeps it with the function, which several engines may share
-
-
-@cache
-def driver() -> ctypes.CDLL | None:
-    try:
-        return ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
 
 
 def set_carveout(compiled: Any, percent: int | None) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import time
+import warnings
 from collections.abc import Mapping
 from statistics import median
 from typing import Any
@@ -28,6 +29,7 @@ from .execute import RING, Executor, Ops
 from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
 from .graph_edges import can_change_edges, wait_for_joined
+from .launcher import EARLY
 from .multiprocessors import products_leave, shared_memory
 from .prefill_ops import FusedPrefillOps, PrefillOps
 from .reducers import NcclReducer, make_reducer
@@ -61,6 +63,8 @@ class DecodeEngine:
         began = time.perf_counter()
         sizes = {"batch": batch, "max_context": max_context, "tp": tp, "rank": rank}
         check_request(spec, wiring, **sizes, schedule=schedule, products=products)
+        if pdl not in EARLY:
+            raise ValueError(f"pdl {pdl!r:.20} is none of {', '.join(map(str, EARLY))}: use 1, or 0 without early launches")
         self.spec, self.wiring, self.batch, self.max_context = spec, wiring, batch, max_context
         self.sizes = RankSizes.of(spec.shape, tp, rank)
         self.weights = (
@@ -77,6 +81,7 @@ class DecodeEngine:
         with torch.cuda.device(self.device):
             self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
             self._pdl, self._tiles, self._priorities = pdl, tiles, stream_priorities
+            self._reads_before = can_change_edges()
             self._tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
             self._logits = torch.full(
                 (batch, self.sizes.vocab_rows), float("nan"), dtype=self.weights.dtype, device=self.device
@@ -185,8 +190,8 @@ class DecodeEngine:
         if isinstance(tiles, RowTiles):
             return RowOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl)
         if tiles is not None:
-            skips = can_change_edges()
-            return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl, skips=skips)
+            before = self._reads_before
+            return GemvOps(self.spec, self.sizes, self.weights, self.cache, tiles, pdl=self._pdl, reads_before=before)
         return GemmOps(self.spec, self.sizes, self.weights, self.cache, pdl=self._pdl)
 
     def _executor(self, plan: Plan, ops: Ops, rows: int, *, prefill: bool = False) -> Executor:
@@ -272,8 +277,14 @@ class DecodeEngine:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.no_grad(), torch.cuda.graph(graph):
             step()
-        if plan.skips and executor.ops.skips:
-            wait_for_joined(graph, executor.ops.launchers[0].functions)
+        if plan.skips and executor.ops.reads_before:
+            line, beside = executor.ops.launchers
+            if not wait_for_joined(graph, line.started, beside.started, line.behind):
+                warnings.warn(
+                    "kernels of the captured step were not found again: a woven line waits before it reads", stacklevel=2
+                )
+                self._reads_before = False
+                return self._capture(plan, tiles)
         graph.instantiate()
         self.cache.positions.zero_()
         return graph, executor

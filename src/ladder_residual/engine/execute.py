@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .gemv_ops import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from .lane import Lane
+from .launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from .reducers import EngineReducer
 from .schedule import MAX_ABSORBS, Plan, Step
 from .streams import Streams
 
 # Messages live in a ring. In two lanes one chain can run at most two layers ahead of the other (it then needs the other's
-# output), so four layers of buffers are never overwritten early.
+# output), so four layers of buffers are never overwritten early. Woven, attention beside the line starts behind its layer's QKV.
 RING = 8
 
 
@@ -30,8 +30,8 @@ class Ops(Protocol):
         ...
 
     @property
-    def skips(self) -> bool:
-        """Whether its kernels can leave it to the next one to wait for the kernel before (``Launcher.reads``)."""
+    def reads_before(self) -> bool:
+        """Whether its kernels may read before they wait, where the plan lets them (``Launcher.next_waits``)."""
         ...
 
     def embed(self, tokens: Tensor, message: Tensor) -> None: ...
@@ -66,19 +66,19 @@ class Executor:
         self._slots = {step.output: index % RING for index, step in enumerate(plan.steps)}
         self._by_output = {step.output: step for step in plan.steps}
         carveout = ops.launchers[0].carveout if ops.launchers else None
-        if plan.schedule == "woven" and ops.launchers:
-            ops.launchers[0].pdl = min(
-                2 * ops.launchers[0].pdl, 2
-            )  # a product launched with gate/up would keep attention's out
+        if plan.schedule == "woven" and ops.launchers and ops.launchers[0].pdl:
+            # Down, let in as gate/up begins, would keep attention's programs out. And whoever reads before it waits relies on it that
+            # the kernel in front of it was let in only when all before that was complete.
+            ops.launchers[0].pdl = 2
         self._sum_launchers = [Launcher(carveout=carveout) for _ in range(2)]
         widest = max(len(step.absorbs) for step in (*plan.steps, plan.final))
         assert widest <= MAX_ABSORBS, f"a step absorbs {widest} outputs, the kernels take {MAX_ABSORBS}"
 
     def run(self, tokens: Tensor, logits: Tensor) -> None:
-        plan, streams, skips = self.plan, self.streams, self.plan.skips and self.ops.skips
+        plan, streams, before = self.plan, self.streams, self.plan.skips and self.ops.reads_before
         launchers = self.ops.launchers or [Launcher(pdl=0), Launcher(pdl=0)]
         for launcher in launchers:
-            launcher.dependent = False
+            launcher.dependent, launcher.behind = False, 0
         self.ops.embed(tokens, self._embedding[0])
         if not self.reducer.silent:
             self.reducer.reduce(*self._embedding, 0, Launcher(pdl=0))
@@ -96,8 +96,8 @@ class Executor:
                 if step.kind == "agree":
                     self._agree(step, lane, absorbed, self._message(step), launcher)
                 elif step.kind == "attention":
-                    if skips and step.layer:
-                        launcher.reads = BEHIND
+                    if before:
+                        launcher.next_waits = BEHIND
                     self.ops.qkv(step, lane, absorbed)
                     if plan.weaves(step):
                         self._attend_beside(step, lane, launchers[1])
@@ -105,8 +105,8 @@ class Executor:
                     self.ops.attend(step, launcher)
                     self.ops.output(step, launcher, lane, self._message(step))
                 else:
-                    if skips:
-                        launcher.reads = BEHIND if self.reducer.silent else BEHIND_BUT_NEWEST
+                    if before:
+                        launcher.next_waits = BEHIND if self.reducer.silent else BEHIND_BUT_NEWEST
                     self.ops.gate_up(step, lane, absorbed)
                     self.ops.down(step, lane, self._message(step), self._added(step))
                 self._send(step, name, launcher)

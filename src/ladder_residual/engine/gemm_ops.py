@@ -9,8 +9,9 @@ from torch import Tensor
 
 from ._triton import triton
 from .cache import KVCache
-from .gemv_ops import Launcher, embed_tokens, pick_splits
+from .gemv_ops import embed_tokens, pick_splits
 from .lane import Lane
+from .launcher import Launcher
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
 from .weights import RankWeights
@@ -42,7 +43,7 @@ class GemmOps:
     """Any batch. The same contract as ``GemvOps``: absorb, compute, write the message."""
 
     slices = 1  # of the QKV product along K, which attention adds up
-    early_sums = skips = False
+    early_sums = reads_before = False
 
     def __init__(
         self,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,16 +11,12 @@ from torch import Tensor
 
 from ._triton import triton
 from .cache import KVCache
-from .carveout import set_carveout
 from .lane import Lane
+from .launcher import Launcher
 from .multiprocessors import multiprocessors
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
 from .weights import LayerWeights, RankWeights
-
-# What a kernel reads of what the kernel before it in the line makes (kernels_project.py), beside PDL's 0 to 2
-BEHIND = 3  # nothing: it reads what was complete before that one let it start
-BEHIND_BUT_NEWEST = 4  # nothing but the last output it absorbs
 
 
 @dataclass(frozen=True)
@@ -85,7 +81,8 @@ class GemvTiles:
         rank = [one, *([waiting] if fits else []), two, rank[0]]
         whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
         made = rank + whole[:1] if few_rows else whole + rank[:1]
-        # A woven line reads ahead only by walkers. Beside them there is room for few programs of attention at a time.
+        # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, there is room for
+        # about eight programs of attention at a time; more splits would queue, unless the context is so long that each would lag.
         beside = min(splits, _power_of_two_below(max(8 // sizes.kv_heads, max_context // 320)))
         woven = replace(made[0], qkv=walk, gate_up=replace(walk, turn=0.6), slices=1, splits=beside, attention_warps=4)
         return [
@@ -130,37 +127,6 @@ def _power_of_two_below(value: int) -> int:
     return 1 << (max(value, 1).bit_length() - 1)
 
 
-@dataclass
-class Launcher:
-    """Starts kernels; ``dependent`` says whether programmatic dependent launch may tie this one to the kernel before it."""
-
-    pdl: int = 1  # 0: off; 1: the next kernel may start with this one; 2: once this one's input is there
-    dependent: bool = False
-    carveout: int | None = None  # GemvTiles
-    reads: int = 0  # of the kernel before it, by the next kernel if that ``skips``: BEHIND, BEHIND_BUT_NEWEST; 0: what it likes
-    functions: dict[int, int] = field(default_factory=dict)  # compiled kernels that it started, and how each waits
-
-    def __call__(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int | None = None, skips: bool = False,
-        **constants: Any,
-    ) -> None:  # fmt: skip
-        options: dict[str, Any] = {"num_warps": warps}
-        if registers:
-            options["maxnreg"] = registers
-        if self.pdl and self.dependent:
-            options["launch_pdl"] = True
-        constants["PDL"] = self.waiting(skips)
-        compiled = kernel[grid](*args, **constants, **options)
-        set_carveout(compiled, self.carveout)
-        self.functions[getattr(compiled, "function", 0)] = constants["PDL"]
-        self.dependent = True  # the next kernel on this stream may lean on this one, unless an event comes between
-
-    def waiting(self, skips: bool) -> int:
-        """How the next kernel waits: as its input allows, if it can and the one before it may still be running."""
-        reads, self.reads = self.reads, 0
-        return reads if reads and skips and self.pdl and self.dependent else self.pdl
-
-
 def embed_tokens(sizes: RankSizes, table: Tensor, tokens: Tensor, message: Tensor) -> None:
     """The first kernel of a step: an ordinary launch, so that everything after it may rely on the previous step being over."""
     from .kernels_small import embed
@@ -174,16 +140,15 @@ class GemvOps:
 
     def __init__(
         self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, tiles: GemvTiles, *, pdl: int = 1,
-        skips: bool = False,
+        reads_before: bool = False,
     ) -> None:  # fmt: skip
         from . import kernels_attention, kernels_project
 
         self._project, self._attend = kernels_project, kernels_attention
         self.spec, self.sizes, self.weights, self.cache, self.tiles = spec, sizes, weights, cache, tiles
-        self.pdl = pdl
         device = weights.device
         self.launchers = [Launcher(pdl, carveout=tiles.carveout) for _ in range(2)]
-        self.early_sums, self.skips = tiles.early_sums, skips
+        self.early_sums, self.reads_before = tiles.early_sums, reads_before
         self._multiprocessors = multiprocessors(device)
         make = torch.empty
         self._qkv = make(
@@ -239,7 +204,7 @@ class GemvOps:
             blocks = triton.cdiv(rows, per_program)
             programs = walking(blocks, tile.walkers * self._multiprocessors)
             turn = int(tile.turn * triton.cdiv(blocks, programs))
-            constants: dict[str, Any] = {"TURN": turn, "skips": True}
+            constants: dict[str, Any] = {"TURN": turn, "reads_before": True}
             kernel = self._project.norm_walk
             if tile.shared:
                 kernel, piece = self._project.norm_walk_shared, triton.cdiv(self.sizes.hidden, programs)

@@ -1,23 +1,29 @@
 """Which kernels of a captured step wait for the end of which.
 
 A kernel launched early is captured with *every* edge into it early: from the kernel before it in the line, and from sums and attention
-that it joins. One that reads nothing of the kernel before it does not wait before it reads (``kernels_project.py``, PDL 3), so it must
-not start before what it joins is complete. Those edges are made ordinary ones here, before the graph is instantiated.
+that it joins. One that reads before it waits (``launcher.BEHIND``) must not start before what it joins is complete, so those edges
+are made ordinary ones here, before the graph is instantiated.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 
 import torch
 
-from .carveout import driver
-from .gemv_ops import BEHIND
+from .driver import driver
+from .launcher import BEHIND
 
 ORDINARY = 0
 KERNEL_NODE = 0
-CALLS = ("cuGraphGetEdges_v2", "cuGraphRemoveDependencies_v2", "cuGraphAddDependencies_v2", "cuGraphKernelNodeGetParams_v2")
+CALLS = (
+    "cuGraphGetEdges_v2",
+    "cuGraphNodeGetType",
+    "cuGraphKernelNodeGetParams_v2",
+    "cuGraphRemoveDependencies_v2",
+    "cuGraphAddDependencies_v2",
+)
 
 
 class _KernelParams(ctypes.Structure):
@@ -36,25 +42,39 @@ def can_change_edges() -> bool:
     return driver() is not None and all(hasattr(driver(), name) for name in CALLS)
 
 
-def wait_for_joined(graph: torch.cuda.CUDAGraph, line: Mapping[int, int]) -> int:
-    """``line``: the line's kernels by function, and how each waits (``Launcher.functions``). Returns the number of edges changed; the
-    graph must be captured with ``keep_graph`` and not yet instantiated."""
-    handle = graph.raw_cuda_graph()
+def wait_for_joined(
+    graph: torch.cuda.CUDAGraph, line: Mapping[int, int], beside: Container[int], behind: int
+) -> bool:  # fmt: skip
+    """``line``: the line's compiled kernels and how each waits; ``beside``: those of other streams; ``behind``: how often one was
+    started that reads before it waits. False if the graph does not show them all, each with one early edge at most, or cannot be
+    changed: it must then not be run. It must have been captured with ``keep_graph`` and not be instantiated."""
+    try:
+        left = _early_edges_left(graph.raw_cuda_graph(), line, beside)
+    except RuntimeError:  # the driver refuses
+        return False
+    return len(left) == behind and all(count <= 1 for count in left.values())
+
+
+def _early_edges_left(handle: int, line: Mapping[int, int], beside: Container[int]) -> dict[int, int]:
+    """Makes the others ordinary. By kernel that reads before it waits: the edges along the line."""
     functions: dict[int, int | None] = {}
-
-    def function(node: int) -> int | None:
-        if node not in functions:
-            functions[node] = _function(node)
-        return functions[node]
-
-    changed = 0
+    left: dict[int, int] = {}
     for start, end, data in _edges(handle):
-        if data != ORDINARY and line.get(function(end) or 0) == BEHIND and function(start) not in line:
-            ends = (_nodes(start), _nodes(end))
-            _call("cuGraphRemoveDependencies_v2", ctypes.c_void_p(handle), *ends, _data(data), ctypes.c_size_t(1))
-            _call("cuGraphAddDependencies_v2", ctypes.c_void_p(handle), *ends, _data(ORDINARY), ctypes.c_size_t(1))
-            changed += 1
-    return changed
+        for node in (start, end):
+            if node not in functions:
+                functions[node] = _function(node)
+        if line.get(functions[end] or 0) != BEHIND:
+            continue
+        left.setdefault(end, 0)
+        if data == ORDINARY:
+            continue
+        if functions[start] in line and functions[start] not in beside:
+            left[end] += 1
+            continue
+        ends = ((ctypes.c_void_p * 1)(start), (ctypes.c_void_p * 1)(end))
+        for call, edge in (("cuGraphRemoveDependencies_v2", data), ("cuGraphAddDependencies_v2", ORDINARY)):
+            _call(call, ctypes.c_void_p(handle), *ends, (ctypes.c_uint64 * 1)(edge), ctypes.c_size_t(1))
+    return left
 
 
 def _edges(handle: int) -> list[tuple[int, int, int]]:
@@ -76,14 +96,6 @@ def _function(node: int) -> int | None:
     parameters = _KernelParams()
     _call("cuGraphKernelNodeGetParams_v2", ctypes.c_void_p(node), ctypes.byref(parameters))
     return parameters.function
-
-
-def _nodes(node: int) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * 1)(node)
-
-
-def _data(data: int) -> ctypes.Array[ctypes.c_uint64]:
-    return (ctypes.c_uint64 * 1)(data)
 
 
 def _call(name: str, *arguments: object) -> None:

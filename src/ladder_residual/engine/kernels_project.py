@@ -13,11 +13,12 @@ above the wait, unless the kernel is told that what it reads is older (PDL 3 and
     0  ordinary launches
     1  the next kernel may start now, this one waits for the one before it
     2  waits, and then lets the next one start
-    3  reads nothing of the kernel before it: computes, and only then waits and lets the next one start
-    4  reads nothing of it but the last output it absorbs, and waits before that
+    3  reads all of its input, computes, and only then waits and lets the next one start
+    4  reads all but the last output it absorbs, waits, and reads that
 
 Behind a kernel of 2 to 4 the one before *that* is complete: it was waited for before the next was let in. So a kernel of 3 or 4 may
-read what was made two kernels ago. Its loads go past L1, which no wait of its own has cleared.
+read what was made two kernels ago (what it joins from other streams: ``graph_edges.py``). PTX promises to show what was made only
+to the kernel that waits; that it is then in L2 for all is an assumption, and the loads of 3 and 4 go there, past L1.
 
 BLOCK_K = 256 * warps is not a whim: then each thread's eight weights of a row meet the eight elements of x it loaded itself.
 Any other width makes the compiler pass x through shared memory, with barriers, in every iteration.

@@ -17,8 +17,8 @@ from torch import Tensor
 from ._triton import triton
 from .cache import KVCache
 from .gemm_ops import absorb_norm, silu_multiply
-from .gemv_ops import Launcher
 from .lane import Lane
+from .launcher import Launcher
 from .rope import rotate
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
@@ -29,7 +29,7 @@ class PrefillOps:
     """Rows of a stream are (sequence, position) pairs. The same contract as the decode ops."""
 
     launchers: Sequence[object] = ()
-    early_sums = skips = False
+    early_sums = reads_before = False
 
     def __init__(self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, steps: int) -> None:
         self.spec, self.sizes, self.weights, self.cache, self.steps = spec, sizes, weights, cache, steps

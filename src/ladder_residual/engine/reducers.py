@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .emulate import Link
-from .gemv_ops import Launcher
+from .launcher import Launcher
 
 REAL_REDUCERS = ("nccl", "symm")
 ONE_SHOT_BYTES = 256 << 10  # where torch's own choice between the two lies

@@ -11,8 +11,9 @@ from torch import Tensor
 from ._triton import triton
 from .cache import KVCache
 from .gemm_ops import GemmOps
-from .gemv_ops import Launcher, Tile
+from .gemv_ops import Tile
 from .lane import Lane
+from .launcher import Launcher
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
 from .weights import RankWeights

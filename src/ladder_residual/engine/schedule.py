@@ -82,9 +82,10 @@ class Plan:
 
     @cached_property
     def skips(self) -> bool:
-        """Whether each layer's QKV and gate/up read nothing that the product before them in the line made: a woven step of ladder
-        layers alone."""
-        return self.copies == 2 and self.lanes == 1 and len(self._woven) == self.wiring.num_layers
+        """Whether no QKV and no gate/up reads what the product before it in the line made, nor the copy of the stream it wrote: a woven
+        step of ladder layers alone."""
+        apart = all(before.output not in step.absorbs and before.copy != step.copy for before, step in pairwise(self.steps))
+        return apart and self.lanes == 1 and len(self._woven) == self.wiring.num_layers
 
     # Looked up for every step of every prompt, while the card waits: worked out once.
     @cached_property
