@@ -12,7 +12,7 @@ from ladder_residual import rewire
 from ladder_residual.config import Wiring
 from ladder_residual.engine import reducers
 from ladder_residual.engine.backend import EngineModel, right_padded
-from ladder_residual.engine.decoder import check_weights, prefill_bytes
+from ladder_residual.engine.decoder import DecodeEngine, check_weights, prefill_bytes
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.weights import check_shapes, stack_weights
@@ -150,6 +150,17 @@ def test_symmetric_memory_is_used_by_all_ranks_or_none(dtype, broken, name, reas
     for (made, said), reason in zip(run_on_ranks(2, _made_with_pretended_memory, dtype, broken), reasons, strict=True):
         assert made == name
         assert [reason in text for text in said] == ([True] if reason else [])
+
+
+def _agreed(world, refusing):
+    engine = object.__new__(DecodeEngine)  # of an engine only its group: the rest needs a GPU
+    engine.sizes, engine.device, engine._groups = SimpleNamespace(tp=2), world.device, (world.group, world.group)
+    return engine._all_ranks(world.rank != refusing)
+
+
+@pytest.mark.parametrize(("refusing", "agreed"), [(None, True), (0, False), (1, False)])
+def test_ranks_read_before_they_wait_all_or_none(refusing, agreed):
+    assert run_on_ranks(2, _agreed, refusing) == [agreed, agreed]
 
 
 def test_without_symmetric_memory_nccl_sums():

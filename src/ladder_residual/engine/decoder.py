@@ -81,7 +81,7 @@ class DecodeEngine:
         with torch.cuda.device(self.device):
             self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
             self._pdl, self._tiles, self._priorities = pdl, tiles, stream_priorities
-            self._reads_before = can_change_edges()
+            self._reads_before = self._all_ranks(can_change_edges())
             self._tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
             self._logits = torch.full(
                 (batch, self.sizes.vocab_rows), float("nan"), dtype=self.weights.dtype, device=self.device
@@ -246,6 +246,10 @@ class DecodeEngine:
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=self._groups[0])
         return float(slowest)
 
+    def _all_ranks(self, agree: bool) -> bool:
+        """A rank that captured a step once more on its own would wait for the others' sums forever."""
+        return self._slowest_rank(float(not agree)) == 0
+
     def _time_steps(self, graph: torch.cuda.CUDAGraph, context: int, repeats: int = 32) -> list[float]:
         times = []
         for _ in range(repeats):
@@ -279,7 +283,7 @@ class DecodeEngine:
             step()
         if plan.skips and executor.ops.reads_before:
             line, beside = executor.ops.launchers
-            if not wait_for_joined(graph, line.started, beside.started, line.behind):
+            if not self._all_ranks(wait_for_joined(graph, line.started, beside.started, line.behind)):
                 warnings.warn(
                     "kernels of the captured step were not found again: a woven line waits before it reads", stacklevel=2
                 )
