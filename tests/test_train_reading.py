@@ -1,13 +1,15 @@
 """A training checkpoint's list of tensors is read as data: nothing it names is run, nothing outside its directory is opened."""
 
+import io
 import os
 import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
 
-from ladder_residual.train.reading import CheckpointReader
+from ladder_residual.train.reading import CheckpointReader, _ListOfTensors
 
 
 @pytest.fixture
@@ -36,6 +38,27 @@ def test_a_list_that_would_run_code_is_refused(saved, monkeypatch) -> None:
     with pytest.raises(ValueError, match=r"names \w+\.system"):
         CheckpointReader(folder).read_metadata()
     assert not (folder / "pwned").exists()
+
+
+class Taken:
+    """Pickled as Python 3.11.2 pickles members of enumerations."""
+
+    def __init__(self, *given):
+        self.given = given
+
+    def __reduce__(self):
+        return getattr, self.given
+
+
+def test_members_of_an_enumeration_may_be_written_as_getattr(saved) -> None:
+    folder, _ = saved
+    member = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    listed = pickle.dumps(Taken(_MEM_FORMAT_ENCODING, member.name))
+    assert _ListOfTensors(io.BytesIO(listed)).load() is member
+    for owner, name in ((torch.Size, "__mro__"), (_MEM_FORMAT_ENCODING, "__class__"), (member, "name")):
+        (folder / ".metadata").write_bytes(pickle.dumps(Taken(owner, name)))
+        with pytest.raises(ValueError, match="which no list of tensors needs"):
+            CheckpointReader(folder).read_metadata()
 
 
 @pytest.mark.parametrize("content", [b"", b"cut", pickle.dumps({"a": 1})])

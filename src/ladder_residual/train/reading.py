@@ -7,6 +7,7 @@ their own: what a checkpoint's list consists of, and nothing else.
 from __future__ import annotations
 
 import pickle
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,17 @@ _ALLOWED = {
 }  # fmt: skip
 
 
+def _member(owner: Any, name: str) -> Any:
+    """Python 3.11 up to 3.11.3 writes a member of an enumeration as ``getattr`` of it: that much of ``getattr`` is allowed."""
+    if not (isinstance(owner, type) and issubclass(owner, Enum)) or name not in owner.__members__:
+        raise pickle.UnpicklingError(f"it takes {name!r:.40} of {owner!r:.60}, which no list of tensors needs")
+    return owner[name]
+
+
 class _ListOfTensors(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
         if not is_dtype and name not in _ALLOWED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of tensors needs")
