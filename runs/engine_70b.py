@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ladder_residual.bench.gpu import Shard, bench_decode, bench_e2e, bench_prefill
 from ladder_residual.bench.gpu_peers import bench_peers
+from ladder_residual.bench.gpu_profile import bench_profile
 from ladder_residual.engine.emulate import LAUNCH
 
 # the paper's exposed latencies are 24 us (NVLink) and 64 us (no NVLink) at batch 1; NCCL's 18 us; one-shot kernels 5 us
@@ -20,7 +21,7 @@ LINKS = ("none", "5us", "18us", "24us", "64us")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/engine"))
-    parser.add_argument("--parts", default="batch1,launch,products,batches,beside,prefill,e2e,peers")
+    parser.add_argument("--parts", default="batch1,launch,products,batches,beside,prefill,e2e,profile,peers")
     parser.add_argument("--products", default="auto", help="of batches 2 to 16: cublas, triton or auto")
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
@@ -32,7 +33,9 @@ def main() -> None:
         for row in result["rows"]:
             print(name, json.dumps(row), flush=True)
 
-    if set(parts) & {"batch1", "launch", "products", "batches", "beside", "prefill", "e2e"}:
+    if "peers" in parts:
+        keep("8b-tp1-peers", bench_peers(repeats=options.repeats))
+    if set(parts) & {"batch1", "launch", "products", "batches", "beside", "prefill", "e2e", "profile"}:
         shard = Shard("llama-3-70b", 8)
         every = ("standard", "ladder", "parallel", "desync-2x", "no-comm")
         if "batch1" in parts:
@@ -71,9 +74,9 @@ def main() -> None:
         if "e2e" in parts:  # about half a minute each
             for batch in (1, 4, 16, 64):
                 keep(f"70b-tp8-e2e-batch{batch}", bench_e2e(shard=shard, tp=8, batches=(batch,), links=("24us",), repeats=2))
+        if "profile" in parts:  # behind all that is timed: a profiler, once on, slows down what comes after it
+            keep("70b-tp8-profile", bench_profile(shard=shard))
         del shard
-    if "peers" in parts:
-        keep("8b-tp1-peers", bench_peers(repeats=options.repeats))
 
 
 if __name__ == "__main__":

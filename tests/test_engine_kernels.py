@@ -24,7 +24,7 @@ from ladder_residual.engine._triton import mend_interpreter
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
-from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
+from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile, paired
 from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from ladder_residual.engine.prefill_ops import FusedPrefillOps, PrefillOps
 from ladder_residual.engine.reducers import NoReducer
@@ -183,14 +183,55 @@ def test_what_a_walker_reads_before_it_waits(pdl: int, before: str, deltas: int,
     out, new = torch.full((rows,), float("nan")), torch.full((hidden,), float("nan"))
     deltas_given = [*given, *[norm] * (3 - deltas)]
     kernels_project.norm_walk[(programs,)](
-        stream, *deltas_given, new, norm, weights, out, 1e-5, rows,
-        K=hidden, WIDTH=hidden, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, TURN=1, PDL=pdl,
+        stream, *deltas_given, new, norm, paired(weights), out, 1e-5, rows,
+        K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, TURN=1, PDL=pdl,
     )  # fmt: skip
     x = stream + outputs.sum(0)
     torch.testing.assert_close(new, x)
     torch.testing.assert_close(out, weights @ (x * torch.rsqrt(x.square().mean() + 1e-5) * norm), rtol=1e-4, atol=1e-4)
     let_in = ["wait", "start"] * 2 if pdl > 1 else []  # at its turn, and at the end for walks that are too short
     assert log == [*before.split(), *let_in] * programs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pairs_of_weights_of_every_type(dtype: torch.dtype) -> None:
+    """Each kernel against torch, rounded as a kernel rounds: rows and columns that do not fill a tile, large and small weights."""
+    rows, columns = 22, 72
+    generator = torch.Generator().manual_seed(6)
+    weights = torch.randn(rows, columns, generator=generator) * torch.logspace(-4, 4, columns)
+    weights, norm, x = (
+        weights.to(dtype),
+        torch.rand(columns, generator=generator).to(dtype),
+        torch.randn(columns, generator=generator),
+    )
+    assert paired(weights).shape == (rows, columns // 2)
+    normed = x * torch.rsqrt(x.square().mean() + 1e-5) * norm.float()
+
+    def check(found: torch.Tensor, vector: torch.Tensor) -> None:
+        expected = weights.float() @ vector
+        error = (found.float() - expected).abs().max() / expected.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 2e-2 if dtype == torch.bfloat16 else 2e-3)
+
+    def out() -> torch.Tensor:
+        return torch.full((rows,), float("nan"), dtype=torch.float32)
+
+    shared = (norm, norm, norm, torch.empty(columns), norm, paired(weights))  # nothing to absorb
+    constants = {"K": columns, "KEEP": True, "DELTAS": 0, "GATED": False, "PDL": 0}
+    found = out()
+    kernels_project.norm_project[(3, 1)](
+        x, *shared, found, found, 1e-5, rows, ROWS=8, BLOCK_K=32, DEPTH=2, SLICES=1, **constants
+    )  # fmt: skip
+    check(found, normed)
+    for kernel, more in ((kernels_project.norm_walk, {"TURN": 0}), (kernels_project.norm_walk_shared, {"TILES": 2})):
+        found = out()
+        kernel[(2,)](x, *shared, found, 1e-5, rows, WIDTH=128, PIECE=64, ROWS=4, **constants, **more)
+        check(found, normed)
+    found, inner = out(), x.to(dtype)
+    kernels_project.output_project[(3,)](
+        inner, paired(weights), x, norm, found, 1.0, rows, K=columns, ROWS=8, BLOCK_K=32, DEPTH=1, ADD_STREAM=False,
+        ADD_OTHER=False, PDL=0,
+    )  # fmt: skip
+    check(found, inner.float())
 
 
 def test_sizes_that_do_not_fill_a_tile() -> None:

@@ -1,9 +1,14 @@
 """Kernels of an engine step, as the profiler lists them, become modules, sums and waiting."""
 
+from dataclasses import replace
+
 import pytest
 
+from ladder_residual.bench.gpu_profile import rows_of_layer
+from ladder_residual.engine.spec import RankSizes
 from ladder_residual.plan.schedule import COMM, COMPUTE, LANE
 from ladder_residual.plan.trace import WAITING
+from ladder_residual.presets import presets
 from ladder_residual.trace_engine import Kernel, engine_spans, read_kernels, record_engine
 from ladder_residual.trace_run import hidden_percent
 
@@ -54,6 +59,33 @@ def test_a_sum_belongs_to_the_layer_the_plan_says() -> None:
     kernels = [kernel("embed", 7, 0), kernel("copy_that_lasts", 7, 1), *layer(7, 2), kernel("copy_that_lasts", 7, 8)]
     kernels += [*layer(7, 9), kernel("copy_that_lasts", 7, 15), kernel("norm_project", 7, 16)]
     assert [s.layer for s in engine_spans(kernels, sums_of=[0, 1]) if s.row == COMM] == [0, 0, 1]
+
+
+def test_where_the_time_of_a_layer_goes() -> None:
+    """Eight layers, of which the middle ones count; kernels that are launched early overlap, and those of a layer are told apart."""
+    sizes = RankSizes.of(replace(presets()["llama-3-70b"], num_layers=8), 8, 0)
+    kernels = [kernel("embed", 7, 0), kernel("copy_that_lasts", 7, 1), kernel("norm_project", 7, 500)]
+    for number in range(8):
+        at = 10.0 + 50 * number + (number == 0)  # the first begins late, which must not show
+        kernels += [
+            kernel("norm_walk", 7, at - 3, 8),
+            kernel("norm_walk", 7, at - 1, 30),
+            kernel("decode_attention", 5, at + 5, 4),
+            kernel("output_project", 5, at + 6, 20),
+            kernel("output_project", 7, at + 25, 20),
+            kernel("copy_that_lasts", 9, at + 26, 6),
+            kernel("copy_that_lasts", 8, at + 45.5, 6),
+        ]
+    rows = {row["kernel"]: row for row in rows_of_layer(kernels, sizes, 4.5e12)}
+    assert list(rows) == ["QKV", "attention", "output", "gate/up", "sum of attention", "down", "sum of MLP"]
+    spans = {name: (row["begins_us"], row["ends_us"]) for name, row in rows.items()}
+    assert spans["QKV"] == (2.0, 10.0)  # from the end of down before, 5 us ahead of a layer's start
+    assert spans["gate/up"] == (4.0, 34.0)
+    assert spans["output"] == (11.0, 31.0)
+    assert spans["down"] == (30.0, 50.0)
+    assert spans["sum of MLP"] == (50.5, 56.5)
+    assert rows["down"]["reading_us"] == round(8192 * 3584 * 2 / 4.5e6, 2)
+    assert "reading_us" not in rows["attention"]
 
 
 def test_only_kernels_are_read() -> None:

@@ -11,11 +11,14 @@ import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .plan.schedule import COMM, COMPUTE, LANE
 from .plan.trace import Panel, Span, layer_us, waiting_spans, write_trace
 from .trace_run import EMBEDDING_SUM, hidden_percent, in_rows
+
+if TYPE_CHECKING:
+    from .engine.decoder import DecodeEngine
 
 SUM, READS_STREAM, ATTENDS = "copy_that_lasts", ("norm_project", "norm_walk"), "decode_attention"  # tell modules apart
 AROUND = ("embed", "step_positions")  # kernels before the first and after the last module
@@ -81,6 +84,22 @@ def _modules(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     return modules
 
 
+def profile_step(engine: DecodeEngine, context: int) -> list[Kernel]:
+    """The kernels of one replayed step."""
+    import torch
+
+    engine.reset(context, random_context=True)
+    for _ in range(3):
+        engine.replay()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        engine.replay()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as scratch:
+        profiler.export_chrome_trace(str(Path(scratch) / "trace.json"))
+        return read_kernels(json.loads((Path(scratch) / "trace.json").read_text()))
+
+
 def record_engine(
     *, model: str, layers: int, tp: int, link: str, wirings: Sequence[str], context: int, schedule: str, folder: Path
 ) -> dict[str, Any]:
@@ -108,16 +127,7 @@ def record_engine(
             del engine
             faster = "two" if times.get("two", math.inf) < times["one"] else "one"
             engine = shard.engine(wiring, parse_link(link, tp=tp), **asked, schedule=faster)
-        engine.reset(context, random_context=True)
-        for _ in range(3):
-            engine.replay()
-        torch.cuda.synchronize()
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
-            engine.replay()
-            torch.cuda.synchronize()
-        with tempfile.TemporaryDirectory() as scratch:
-            profiler.export_chrome_trace(str(Path(scratch) / "trace.json"))
-            kernels = read_kernels(json.loads((Path(scratch) / "trace.json").read_text()))
+        kernels = profile_step(engine, context)
         zero = kernels[0].start
         spans = [
             replace(s, start=s.start - zero, end=s.end - zero) for s in engine_spans(kernels, engine.lanes, engine.sums_of)

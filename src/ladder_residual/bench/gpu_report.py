@@ -180,6 +180,10 @@ _COLUMNS: dict[str, dict[str, str]] = {
         "p90_ms": "p90 ms",
         "tokens_per_s": "tokens/s", "over_standard": "over standard",
     },
+    "profile": {
+        "wiring": "wiring", "link": "link", "schedule": "schedule", "kernel": "kernel", "begins_us": "begins, us", "ends_us": "ends, us",
+        "reading_us": "its weights at the read bandwidth, us",
+    },
     "peers": {
         "engine": "engine", "ms_per_token": "ms/token", "p10_ms": "p10", "p90_ms": "p90", "roofline_share": "roofline share",
         "startup_s": "warm-up s",

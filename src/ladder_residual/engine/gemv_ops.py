@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,13 +77,15 @@ class GemvTiles:
         two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
         waiting = replace(one, gate_up=replace(walk, shared=3, registers=None), carveout=100, early_sums=True)
         fits = itemsize == 2 and 3 * walk.rows * walk.block_k * itemsize + SCRATCH <= shared
-        rank = [one, *([waiting] if fits else []), two, rank[0]]
+        wide = replace(one, output=_tile(8, 4, 1, inner), down=_tile(4, 8, 1, ff))
+        rank = [one, *([waiting] if fits else []), wide, two, rank[0]]
         whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
         made = rank + whole[:1] if few_rows else whole + rank[:1]
         # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, there is room for
-        # about eight programs of attention at a time; more splits would queue, unless the context is so long that each would lag.
-        beside = min(splits, _power_of_two_below(max(8 // sizes.kv_heads, max_context // 320)))
-        woven = replace(made[0], qkv=walk, gate_up=replace(walk, turn=0.6), slices=1, splits=beside, attention_warps=4)
+        # about sixteen programs of attention at a time; more splits would queue, unless the context is so long that each would lag.
+        beside = min(splits, _power_of_two_below(max(16 // sizes.kv_heads, max_context // 320)))
+        turned = replace(walk, turn=0.6)
+        woven = replace(wide, qkv=walk, gate_up=turned, slices=1, splits=beside, attention_warps=4)
         return [
             *(replace(tiles, schedules=("one", "two")) for tiles in made),
             *(replace(tiles, schedules=("woven",)) for tiles in (woven, made[0])),
@@ -125,6 +126,11 @@ def walking(blocks: int, most: int) -> int:
 
 def _power_of_two_below(value: int) -> int:
     return 1 << (max(value, 1).bit_length() - 1)
+
+
+def paired(weight: Tensor) -> Tensor:
+    """The same weights two by two, as the kernels read them (kernels_project.py)."""
+    return weight.view(torch.int64 if weight.element_size() == 4 else torch.int32)
 
 
 def embed_tokens(sizes: RankSizes, table: Tensor, tokens: Tensor, message: Tensor) -> None:
@@ -204,20 +210,19 @@ class GemvOps:
             blocks = triton.cdiv(rows, per_program)
             programs = walking(blocks, tile.walkers * self._multiprocessors)
             turn = int(tile.turn * triton.cdiv(blocks, programs))
-            constants: dict[str, Any] = {"TURN": turn, "reads_before": True}
-            kernel = self._project.norm_walk
+            kernel, constants = self._project.norm_walk, {"TURN": turn}
             if tile.shared:
-                kernel, piece = self._project.norm_walk_shared, triton.cdiv(self.sizes.hidden, programs)
-                constants = {"TILES": tile.shared, "PIECE": triton.next_power_of_2(piece)}
+                kernel, constants = self._project.norm_walk_shared, {"TILES": tile.shared}
+            piece = triton.next_power_of_2(triton.cdiv(self.sizes.hidden, programs))
             self.launchers[step.lane](
-                kernel, (programs,), old, *deltas, new, norm, weight, out, self.spec.norm_eps, rows,
-                K=self.sizes.hidden, WIDTH=tile.block_k, ROWS=tile.rows, KEEP=step.keeps_stream, DELTAS=len(absorbed), GATED=gated,
-                **constants, warps=tile.warps, registers=tile.registers,
+                kernel, (programs,), old, *deltas, new, norm, paired(weight), out, self.spec.norm_eps, rows,
+                K=self.sizes.hidden, WIDTH=tile.block_k, PIECE=piece, ROWS=tile.rows, KEEP=step.keeps_stream,
+                DELTAS=len(absorbed), GATED=gated, **constants, reads_before=not tile.shared, warps=tile.warps, registers=tile.registers,
             )  # fmt: skip
             return
         self.launchers[step.lane](
             self._project.norm_project, (triton.cdiv(rows, per_program), slices),
-            old, *deltas, new, norm, weight, out, self._squares, self.spec.norm_eps, rows,
+            old, *deltas, new, norm, paired(weight), out, self._squares, self.spec.norm_eps, rows,
             K=self.sizes.hidden, ROWS=tile.rows, BLOCK_K=tile.block_k, SLICES=slices, KEEP=step.keeps_stream,
             DELTAS=len(absorbed), GATED=gated, DEPTH=tile.depth, warps=tile.warps,
         )  # fmt: skip
@@ -249,7 +254,7 @@ class GemvOps:
         n, k = weight.shape
         launch(
             self._project.output_project, (triton.cdiv(n, tile.rows),),
-            source, weight, lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
+            source, paired(weight), lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
             K=k, ROWS=tile.rows, BLOCK_K=tile.block_k,
             ADD_STREAM=step.adds_stream, ADD_OTHER=other is not None, DEPTH=tile.depth,
             warps=tile.warps,

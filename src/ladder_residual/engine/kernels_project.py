@@ -20,6 +20,10 @@ Behind a kernel of 2 to 4 the one before *that* is complete: it was waited for b
 read what was made two kernels ago (what it joins from other streams: ``graph_edges.py``). PTX promises to show what was made only
 to the kernel that waits; that it is then in L2 for all is an assumption, and the loads of 3 and 4 go there, past L1.
 
+Weights come in pairs: two of a 16-bit type in one int32 (two of float32 in one int64), as ``gemv_ops.paired`` views them. The compiler
+keeps every element of a tile that a loop carries along in a register of its own, so two bfloat16 would take two registers, and
+instructions to part them; as a pair they take one.
+
 BLOCK_K = 256 * warps is not a whim: then each thread's eight weights of a row meet the eight elements of x it loaded itself.
 Any other width makes the compiler pass x through shared memory, with barriers, in every iteration.
 """
@@ -48,19 +52,37 @@ def _absorb(
 
 
 @triton.jit
-def _sum_neighbours(products, ROWS: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Adds up the eight neighbours one thread holds after a 16-byte load: no exchange between threads, an eighth the registers."""
-    return tl.sum(tl.reshape(products, [ROWS, BLOCK_K // 8, 8]), axis=2)
+def _times(w, even, odd, TYPE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr):
+    """Pairs of weights (ROWS, PAIRS) times x, whose elements come apart: (ROWS, PAIRS // 4), because the four pairs one thread holds
+    after a 16-byte load are added up: no exchange between threads, an eighth the registers."""
+    if tl.bfloat16 == TYPE:  # the upper half of a float32
+        first = (w << 16).to(tl.float32, bitcast=True)
+        second = (w & -65536).to(tl.float32, bitcast=True)
+    elif tl.float16 == TYPE:
+        first = w.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (w >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        first = w.to(tl.int32).to(tl.float32, bitcast=True)
+        second = (w >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    products = first * even[None, :] + second * odd[None, :]
+    return tl.sum(tl.reshape(products, [ROWS, PAIRS // 4, 4]), axis=2)
+
+
+@triton.jit
+def _apart(x, PAIRS: tl.constexpr):
+    """Elements with even and with odd numbers."""
+    return tl.split(tl.reshape(x, [PAIRS, 2]))
 
 
 @triton.jit
 def _weights(w_ptrs, row_mask, offs, start, size, EVEN: tl.constexpr):
-    """The tile of weights from column ``start`` on; zeros past ``size``. Weights are read once: they must not push x out of L1."""
+    """The tile of weights from column ``start`` on; zeros past ``size``. Weights are read once: they must not push x out of L1. (Offsets,
+    start and size of pairs.)"""
     if EVEN:
         mask = row_mask[:, None] & (start < size)
     else:
         mask = row_mask[:, None] & (start + offs < size)[None, :]
-    return tl.load(w_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first")
+    return tl.load(w_ptrs + start, mask=mask, other=0, eviction_policy="evict_first")
 
 
 @triton.jit
@@ -100,7 +122,7 @@ def norm_project(
     d2_ptr,
     x_out_ptr,  # the stream after absorbing (K); another buffer than x_ptr, because all programs read x_ptr
     norm_ptr,  # norm weight (K)
-    w_ptr,  # (N, K), or (2 * N, K) for gate over up
+    w_ptr,  # (N, K), or (2 * N, K) for gate over up; in pairs
     out_ptr,  # SLICES > 1: float32 (SLICES, N), not yet normed; otherwise (N)
     squares_ptr,  # float32 (SLICES): sum of squares of each slice of x; only with SLICES > 1
     eps,
@@ -122,12 +144,14 @@ def norm_project(
     rows, channel = _rows_of(row_block, N, ROWS, GATED)
     row_mask = channel < N
     offs = tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + (part * SLICE + offs)[None, :]
-    w0 = _weights(w_ptrs, row_mask, offs, 0, SLICE, EVEN)
+    PAIRS: tl.constexpr = BLOCK_K // 2
+    pairs = tl.arange(0, PAIRS)
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * (K // 2) + (part * (SLICE // 2) + pairs)[None, :]
+    w0 = _weights(w_ptrs, row_mask, pairs, 0, SLICE // 2, EVEN)
     if DEPTH > 1:
-        w1 = _weights(w_ptrs, row_mask, offs, BLOCK_K, SLICE, EVEN)
+        w1 = _weights(w_ptrs, row_mask, pairs, PAIRS, SLICE // 2, EVEN)
     if DEPTH > 2:
-        w2 = _weights(w_ptrs, row_mask, offs, 2 * BLOCK_K, SLICE, EVEN)
+        w2 = _weights(w_ptrs, row_mask, pairs, 2 * PAIRS, SLICE // 2, EVEN)
     _after_the_previous_kernel(PDL)
     k = part * SLICE + offs
     x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, offs < SLICE, KEEP, DELTAS, "")
@@ -135,14 +159,15 @@ def norm_project(
     acc = tl.zeros([ROWS, BLOCK_K // 8], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, SLICE, BLOCK_K):
-        ahead = _weights(w_ptrs, row_mask, offs, start + DEPTH * BLOCK_K, SLICE, EVEN)
+        ahead = _weights(w_ptrs, row_mask, pairs, start // 2 + DEPTH * PAIRS, SLICE // 2, EVEN)
         following = start + BLOCK_K + offs
         k_next = part * SLICE + following
         x_next = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k_next, following < SLICE, KEEP, DELTAS, "")
         g_next = tl.load(norm_ptr + k_next, mask=following < SLICE, other=0.0)
         if DELTAS > 0 and row_block == (start // BLOCK_K) % tl.num_programs(0):  # each piece of the new stream is stored once
             tl.store(x_out_ptr + k, x, mask=start + offs < SLICE)
-        acc += _sum_neighbours(w0.to(tl.float32) * (x * g.to(tl.float32))[None, :], ROWS, BLOCK_K)
+        even, odd = _apart(x * g.to(tl.float32), PAIRS)
+        acc += _times(w0, even, odd, norm_ptr.dtype.element_ty, ROWS, PAIRS)
         squares += x * x
         k = k_next
         x = x_next
@@ -174,26 +199,40 @@ def norm_project(
 
 
 @triton.jit
-def _whole_rows(w_ptr, block, N, k, K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+def _whole_rows(w_ptr, block, N, pairs, K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
     """Block ``block`` of ROWS whole rows of the weights; zeros past the last."""
     rows, channel = _rows_of(block, N, ROWS, GATED)
     mask = (channel < N)[:, None]
-    if k.shape[0] != K:
-        mask = mask & (k < K)[None, :]
-    return tl.load(w_ptr + rows.to(tl.int64)[:, None] * K + k[None, :], mask=mask, other=0.0, eviction_policy="evict_first")
+    if pairs.shape[0] != K // 2:
+        mask = mask & (pairs < K // 2)[None, :]
+    return tl.load(
+        w_ptr + rows.to(tl.int64)[:, None] * (K // 2) + pairs[None, :], mask=mask, other=0, eviction_policy="evict_first"
+    )
 
 
 @triton.jit
 def _finish_block(
-    w, x, rms, block, N, out_ptr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr, GATED: tl.constexpr
-):
+    w, even, odd, rms, block, N, out_ptr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
     """A walker's block of rows times x, stored."""
-    y = tl.sum(_sum_neighbours(w.to(tl.float32) * x[None, :], ROWS, WIDTH), axis=1) * rms
+    y = tl.sum(_times(w, even, odd, TYPE, ROWS, WIDTH // 2), axis=1) * rms
     channel = block * PER + tl.arange(0, PER)
     if GATED:
         gate, up = tl.split(tl.reshape(y, [PER, 2]))
         y = gate * tl.sigmoid(gate) * up
     tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=channel < N)
+
+
+@triton.jit
+def _store_piece(
+    x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K: tl.constexpr, PIECE: tl.constexpr, KEEP: tl.constexpr, DELTAS: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """A program's piece of the new stream. Read again: out of the registers of all of x it took longer than x itself to come."""
+    mine = own * PIECE + tl.arange(0, PIECE)
+    piece = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, mine, mine < K, KEEP, DELTAS, CACHE)
+    tl.store(x_out_ptr + mine, piece, mask=mine < K)
 
 
 @triton.jit
@@ -210,6 +249,7 @@ def norm_walk(
     N,
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # K rounded up to a power of two
+    PIECE: tl.constexpr,  # of the new stream, that each program stores: a power of two
     ROWS: tl.constexpr,
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
@@ -219,29 +259,29 @@ def norm_walk(
 ):
     own, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, WIDTH)
-    w = _whole_rows(w_ptr, own, N, k, K, ROWS, GATED)
+    pairs = tl.arange(0, WIDTH // 2)
+    w = _whole_rows(w_ptr, own, N, pairs, K, ROWS, GATED)
     g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-    if PDL == 3:
-        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, ".cg")
-    elif PDL == 4 and DELTAS > 0:
-        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS - 1, ".cg")
+    CACHE: tl.constexpr = ".cg" if PDL > 2 else ""
+    if PDL == 4 and DELTAS > 0:
+        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS - 1, CACHE)
         tl_cuda.gdc_wait()
         newest = d0_ptr if DELTAS == 1 else d1_ptr if DELTAS == 2 else d2_ptr
-        x += tl.load(newest + k, mask=k < K, other=0.0, cache_modifier=".cg").to(tl.float32)
+        x += tl.load(newest + k, mask=k < K, other=0.0, cache_modifier=CACHE).to(tl.float32)
     else:
         if PDL == 1:
             tl_cuda.gdc_launch_dependents()
-        if PDL > 0:
+        if PDL > 0 and PDL != 3:
             tl_cuda.gdc_wait()
-        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, "")
-    if DELTAS > 0:  # each program stores its piece of the new stream
-        tl.store(x_out_ptr + k, x, mask=(k < K) & (k // tl.cdiv(K, programs) == own))
+        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, CACHE)
+    if DELTAS > 0:
+        _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, CACHE)
     rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
-    x = x * g.to(tl.float32)
+    even, odd = _apart(x * g.to(tl.float32), WIDTH // 2)
     PER: tl.constexpr = ROWS // 2 if GATED else ROWS
     for block in range(own, tl.cdiv(N, PER), programs):
-        ahead = _whole_rows(w_ptr, block + programs, N, k, K, ROWS, GATED)
-        _finish_block(w, x, rms, block, N, out_ptr, ROWS, WIDTH, PER, GATED)
+        ahead = _whole_rows(w_ptr, block + programs, N, pairs, K, ROWS, GATED)
+        _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
         w = ahead
         if PDL > 1:  # noqa: SIM102  joined by "and", both would be asked at run time
             if block == own + TURN * programs:
@@ -252,19 +292,19 @@ def norm_walk(
 
 @triton.jit
 def norm_walk_shared(
-    x_ptr,  # as in norm_project
+    x_ptr,  # as in norm_walk
     d0_ptr,
     d1_ptr,
     d2_ptr,
     x_out_ptr,
     norm_ptr,
     w_ptr,
-    out_ptr,  # (N)
+    out_ptr,
     eps,
     N,
     K: tl.constexpr,
-    WIDTH: tl.constexpr,  # K rounded up to a power of two
-    PIECE: tl.constexpr,  # of the new stream, that each program stores: a power of two
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
     ROWS: tl.constexpr,
     TILES: tl.constexpr,  # in shared memory
     KEEP: tl.constexpr,
@@ -276,30 +316,28 @@ def norm_walk_shared(
     program must have a block (``walking`` sees to it), or it would neither wait nor store its piece of the stream."""
     own, programs = tl.program_id(0), tl.num_programs(0)
     k = tl.arange(0, WIDTH)
-    x = tl.zeros([WIDTH], tl.float32)
+    pairs = tl.arange(0, WIDTH // 2)
+    even = tl.zeros([WIDTH // 2], tl.float32)
+    odd = tl.zeros([WIDTH // 2], tl.float32)
     rms = 0.0
     PER: tl.constexpr = ROWS // 2 if GATED else ROWS
     for block in tl.range(own, tl.cdiv(N, PER), programs, num_stages=TILES + 1):
-        w = _whole_rows(w_ptr, block, N, k, K, ROWS, GATED)
+        w = _whole_rows(w_ptr, block, N, pairs, K, ROWS, GATED)
         if block == own:
             g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
             _after_the_previous_kernel(PDL)
             x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, "")
-            if DELTAS > 0:  # read again rather than stored out of x, which would take registers that spill
-                size = tl.cdiv(K, programs)
-                i = tl.arange(0, PIECE)
-                inside = (i < size) & (own * size + i < K)
-                piece = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, own * size + i, inside, KEEP, DELTAS, "")
-                tl.store(x_out_ptr + own * size + i, piece, mask=inside)
+            if DELTAS > 0:
+                _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, "")
             rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
-            x = x * g.to(tl.float32)
-        _finish_block(w, x, rms, block, N, out_ptr, ROWS, WIDTH, PER, GATED)
+            even, odd = _apart(x * g.to(tl.float32), WIDTH // 2)
+        _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
 
 
 @triton.jit
 def output_project(
     in_ptr,  # (K)
-    w_ptr,  # (N, K)
+    w_ptr,  # (N, K), in pairs
     stream_ptr,  # float32 (N), with ADD_STREAM
     other_ptr,  # (N), with ADD_OTHER
     out_ptr,  # (N): this rank's message
@@ -317,20 +355,23 @@ def output_project(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < N
     offs = tl.arange(0, BLOCK_K)
-    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + offs[None, :]
-    w0 = _weights(w_ptrs, row_mask, offs, 0, K, EVEN)
+    PAIRS: tl.constexpr = BLOCK_K // 2
+    pairs = tl.arange(0, PAIRS)
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * (K // 2) + pairs[None, :]
+    w0 = _weights(w_ptrs, row_mask, pairs, 0, K // 2, EVEN)
     if DEPTH > 1:
-        w1 = _weights(w_ptrs, row_mask, offs, BLOCK_K, K, EVEN)
+        w1 = _weights(w_ptrs, row_mask, pairs, PAIRS, K // 2, EVEN)
     if DEPTH > 2:
-        w2 = _weights(w_ptrs, row_mask, offs, 2 * BLOCK_K, K, EVEN)
+        w2 = _weights(w_ptrs, row_mask, pairs, 2 * PAIRS, K // 2, EVEN)
     _after_the_previous_kernel(PDL)
     x = tl.load(in_ptr + offs, mask=offs < K, other=0.0)
     acc = tl.zeros([ROWS, BLOCK_K // 8], tl.float32)
     for start in range(0, K, BLOCK_K):
-        ahead = _weights(w_ptrs, row_mask, offs, start + DEPTH * BLOCK_K, K, EVEN)
+        ahead = _weights(w_ptrs, row_mask, pairs, start // 2 + DEPTH * PAIRS, K // 2, EVEN)
         following = start + BLOCK_K + offs
         x_next = tl.load(in_ptr + following, mask=following < K, other=0.0)
-        acc += _sum_neighbours(w0.to(tl.float32) * x.to(tl.float32)[None, :], ROWS, BLOCK_K)
+        even, odd = _apart(x.to(tl.float32), PAIRS)
+        acc += _times(w0, even, odd, in_ptr.dtype.element_ty, ROWS, PAIRS)
         x = x_next
         if DEPTH == 1:
             w0 = ahead
