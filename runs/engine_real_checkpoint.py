@@ -1,7 +1,9 @@
 """A real checkpoint on one GPU: the CUDA engine's greedy tokens against transformers' own forward, every wiring.
 
 PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine
+PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine --at-once 1 --dtypes float32
 
+The first reads all prompts together (products by cuBLAS), the second one after another (the kernels for one sequence). Nothing is timed.
 Where the two best tokens are closer than the dtype resolves either may be chosen, and from there the texts differ. The judge is the
 same model in float32: it reads each text and says, for every token, how far below its own best choice the chosen token lies (0
 where they agree).
@@ -11,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,12 @@ def main() -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("--out", type=Path, default=Path("results/engine"))
     parser.add_argument("--wirings", default="standard,ladder:last-half,ladder")
+    parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    parser.add_argument("--at-once", type=int, default=len(PROMPTS), help="Prompts in a batch.")
     options = parser.parse_args()
+    at_once = options.at_once
+    if at_once < 1 or len(PROMPTS) % at_once:
+        parser.error(f"--at-once {at_once} does not divide the {len(PROMPTS)} prompts")
     from transformers import AutoTokenizer
 
     world = World(device=torch.device("cuda"))
@@ -60,23 +66,20 @@ def main() -> None:
     prompt = inputs["input_ids"].shape[1]
     full_mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(len(PROMPTS), NEW)], -1)
     rows = []
-    for wiring, dtype in ((w, d) for w in options.wirings.split(",") for d in ("bfloat16", "float16", "float32")):
-        tokens, seconds = {}, {}
+    for wiring, dtype in ((w, d) for w in options.wirings.split(",") for d in options.dtypes.split(",")):
+        tokens = {}
         for kind in ("torch", "cuda"):
             model: Any = load_model(options.checkpoint, world, wiring=wiring, dtype=dtype)
             if kind == "cuda":
-                model = engine_model(model, world, batch=len(PROMPTS), max_context=prompt + NEW, exact=True)
-            for _ in range(2):  # the first run warms up
+                model = engine_model(model, world, batch=at_once, max_context=prompt + NEW, exact=True)
+            texts = []
+            for first in range(0, len(PROMPTS), at_once):
                 if kind == "cuda":
                     model.start()
-                torch.cuda.synchronize()
-                began = time.perf_counter()
-                tokens[kind] = model.generate(
-                    input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"], max_new_tokens=NEW,
-                    min_new_tokens=NEW, do_sample=False, pad_token_id=tokenizer.pad_token_id,
-                )  # fmt: skip
-                torch.cuda.synchronize()
-                seconds[kind] = time.perf_counter() - began
+                batch = {name: tensor[first : first + at_once] for name, tensor in inputs.items()}
+                asked = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=tokenizer.pad_token_id)
+                texts.append(model.generate(**batch, **asked))
+            tokens[kind] = torch.cat(texts)
             del model
             torch.cuda.empty_cache()
         judge = load_model(options.checkpoint, world, wiring=wiring, dtype="float32")
@@ -86,8 +89,6 @@ def main() -> None:
             "tokens": equal.numel(),
             "equal_tokens": int(equal.sum()),
             "equal_before_first_difference": [int(one.int().cumprod(0).sum()) for one in equal],
-            "torch_ms_per_step": round(1e3 * seconds["torch"] / NEW, 3),
-            "engine_ms_per_step": round(1e3 * seconds["cuda"] / NEW, 3),
         }
         for kind in ("torch", "cuda"):
             gap = regret(judge, tokens[kind], full_mask, prompt, tokenizer.eos_token_id)
@@ -99,13 +100,16 @@ def main() -> None:
         del judge
         torch.cuda.empty_cache()
     name = Path(options.checkpoint).name
-    result = {"benchmark": "generate", "emulated": False, "model": name, "tp": 1, "batch": len(PROMPTS), "rows": rows}
+    result = {"benchmark": "generate", "emulated": False, "model": name, "tp": 1, "batch": at_once, "rows": rows}
     result["notes"] = [
-        "Greedy, prompts of unequal length. Where the two differ, a float32 copy of the model judged each token after the same words: the",
+        "Greedy, prompts of unequal length"
+        + (", one after another" if at_once == 1 else "")
+        + ". Where the two differ, a float32 copy of the model judged each token after the same words: the",
         "share of its tokens that float32 would choose too, and by how much (in logits) the engine's worst choice lies below its best.",
     ]
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / f"generate-{name}.json").write_text(json.dumps({**result, **environment()}, indent=1) + "\n")
+    suffix = "" if at_once == len(PROMPTS) else f"-batch{at_once}"
+    (options.out / f"generate-{name}{suffix}.json").write_text(json.dumps({**result, **environment()}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
