@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from ladder_residual.config import Wiring
-from ladder_residual.engine import carveout, kernels_attention, kernels_project, row_ops
+from ladder_residual.engine import carveout, kernels_attention, kernels_project, kernels_walk, row_ops
 from ladder_residual.engine._triton import mend_interpreter
 from ladder_residual.engine.cache import KVCache
 from ladder_residual.engine.execute import Executor
@@ -144,7 +144,7 @@ def test_woven_layers_of_other_wirings_and_batches(wiring: str, batch: int) -> N
 def test_walkers_that_read_before_they_wait(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers whether the newest output comes last or all at once. Here nothing runs early; tests/gpu has the real thing."""
     ignored = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
-    for kernels in (kernels_project, kernels_attention):
+    for kernels in (kernels_project, kernels_walk, kernels_attention):
         monkeypatch.setattr(kernels, "tl_cuda", ignored)
     monkeypatch.setattr(NoReducer, "silent", silent)
     monkeypatch.setattr(NoReducer, "reduce", lambda *_: None)
@@ -179,10 +179,11 @@ def test_what_a_walker_reads_before_it_waits(pdl: int, before: str, deltas: int,
         given.copy_(outputs)
 
     events = SimpleNamespace(gdc_wait=wait, gdc_launch_dependents=lambda: log.append("start"))
-    monkeypatch.setattr(kernels_project, "tl_cuda", events)
+    for kernels in (kernels_project, kernels_walk):
+        monkeypatch.setattr(kernels, "tl_cuda", events)
     out, new = torch.full((rows,), float("nan")), torch.full((hidden,), float("nan"))
     deltas_given = [*given, *[norm] * (3 - deltas)]
-    kernels_project.norm_walk[(programs,)](
+    kernels_walk.norm_walk[(programs,)](
         stream, *deltas_given, new, norm, paired(weights), out, 1e-5, rows,
         K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, TURN=1, PDL=pdl,
     )  # fmt: skip
@@ -215,23 +216,24 @@ def test_pairs_of_weights_of_every_type(dtype: torch.dtype) -> None:
     def out() -> torch.Tensor:
         return torch.full((rows,), float("nan"), dtype=torch.float32)
 
-    shared = (norm, norm, norm, torch.empty(columns), norm, paired(weights))  # nothing to absorb
+    before = (x, norm, norm, norm, torch.empty(columns), norm)  # nothing to absorb
     constants = {"K": columns, "KEEP": True, "DELTAS": 0, "GATED": False, "PDL": 0}
-    found = out()
-    kernels_project.norm_project[(3, 1)](
-        x, *shared, found, found, 1e-5, rows, ROWS=8, BLOCK_K=32, DEPTH=2, SLICES=1, **constants
-    )  # fmt: skip
-    check(found, normed)
-    for kernel, more in ((kernels_project.norm_walk, {"TURN": 0}), (kernels_project.norm_walk_shared, {"TILES": 2})):
+    for kernel, more in ((kernels_walk.norm_walk, {"TURN": 0}), (kernels_walk.norm_walk_shared, {"TILES": 2})):
         found = out()
-        kernel[(2,)](x, *shared, found, 1e-5, rows, WIDTH=128, PIECE=64, ROWS=4, **constants, **more)
+        kernel[(2,)](*before, paired(weights), found, 1e-5, rows, WIDTH=128, PIECE=64, ROWS=4, **constants, **more)
         check(found, normed)
-    found, inner = out(), x.to(dtype)
-    kernels_project.output_project[(3,)](
-        inner, paired(weights), x, norm, found, 1.0, rows, K=columns, ROWS=8, BLOCK_K=32, DEPTH=1, ADD_STREAM=False,
-        ADD_OTHER=False, PDL=0,
-    )  # fmt: skip
-    check(found, inner.float())
+    inner = x.to(dtype)
+    for word, given in ((1, weights), (2, paired(weights))):
+        found, few = out(), {"ROWS": 8, "BLOCK_K": 32, "WORD": word}
+        kernels_project.norm_project[(3, 1)](
+            *before, given, found, found, 1e-5, rows, **few, DEPTH=2, SLICES=1, **constants
+        )  # fmt: skip
+        check(found, normed)
+        found = out()
+        kernels_project.output_project[(3,)](
+            inner, given, x, norm, found, 1.0, rows, K=columns, **few, DEPTH=1, ADD_STREAM=False, ADD_OTHER=False, PDL=0
+        )  # fmt: skip
+        check(found, inner.float())
 
 
 def test_sizes_that_do_not_fill_a_tile() -> None:

@@ -26,8 +26,13 @@ class Tile:
     depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
     walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
     shared: int = 0  # of walkers: tiles in shared memory, requested before their input is there; 0: one, in registers
+    paired: bool = False  # whether a program of a few rows reads two weights as one (kernels_project.py); walkers always do
     registers: int | None = None  # of a thread, at most; None: the compiler's choice
     turn: float = 0  # of walkers in a woven line: the share of their walk after which the next product may begin
+
+    def words(self, weight: Tensor) -> Tensor:
+        """As a program of a few rows reads it."""
+        return paired(weight) if self.paired else weight
 
 
 @dataclass(frozen=True)
@@ -72,12 +77,13 @@ class GemvTiles:
         ]
         if hidden > WIDEST_WALK:
             return rank + whole if few_rows else whole + rank
+        # Pairs: faster for a rank in one lane and woven, slower for a whole 8B model, more registers for gate/up by a few rows.
         walk, down = _walk(4, hidden), _tile(8, 4, 1, ff)
-        one = replace(rank[0], gate_up=walk, down=down)
+        one = replace(rank[0], gate_up=walk, down=down).in_pairs()
         two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
         waiting = replace(one, gate_up=replace(walk, shared=3, registers=None), carveout=100, early_sums=True)
         fits = itemsize == 2 and 3 * walk.rows * walk.block_k * itemsize + SCRATCH <= shared
-        wide = replace(one, output=_tile(8, 4, 1, inner), down=_tile(4, 8, 1, ff))
+        wide = replace(one, output=_tile(8, 4, 1, inner), down=_tile(4, 8, 1, ff)).in_pairs()
         rank = [one, *([waiting] if fits else []), wide, two, rank[0]]
         whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
         made = rank + whole[:1] if few_rows else whole + rank[:1]
@@ -90,6 +96,10 @@ class GemvTiles:
             *(replace(tiles, schedules=("one", "two")) for tiles in made),
             *(replace(tiles, schedules=("woven",)) for tiles in (woven, made[0])),
         ]
+
+    def in_pairs(self) -> GemvTiles:
+        tiles = {name: getattr(self, name) for name in ("qkv", "output", "gate_up", "down", "head")}
+        return replace(self, **{name: replace(tile, paired=True) for name, tile in tiles.items()})
 
 
 SCRATCH = 4096  # bytes of shared memory beside the tiles, more than a sum over a program's threads takes
@@ -148,9 +158,9 @@ class GemvOps:
         self, spec: EngineSpec, sizes: RankSizes, weights: RankWeights, cache: KVCache, tiles: GemvTiles, *, pdl: int = 1,
         reads_before: bool = False,
     ) -> None:  # fmt: skip
-        from . import kernels_attention, kernels_project
+        from . import kernels_attention, kernels_project, kernels_walk
 
-        self._project, self._attend = kernels_project, kernels_attention
+        self._project, self._walk, self._attend = kernels_project, kernels_walk, kernels_attention
         self.spec, self.sizes, self.weights, self.cache, self.tiles = spec, sizes, weights, cache, tiles
         device = weights.device
         self.launchers = [Launcher(pdl, carveout=tiles.carveout) for _ in range(2)]
@@ -210,9 +220,9 @@ class GemvOps:
             blocks = triton.cdiv(rows, per_program)
             programs = walking(blocks, tile.walkers * self._multiprocessors)
             turn = int(tile.turn * triton.cdiv(blocks, programs))
-            kernel, constants = self._project.norm_walk, {"TURN": turn}
+            kernel, constants = self._walk.norm_walk, {"TURN": turn}
             if tile.shared:
-                kernel, constants = self._project.norm_walk_shared, {"TILES": tile.shared}
+                kernel, constants = self._walk.norm_walk_shared, {"TILES": tile.shared}
             piece = triton.next_power_of_2(triton.cdiv(self.sizes.hidden, programs))
             self.launchers[step.lane](
                 kernel, (programs,), old, *deltas, new, norm, paired(weight), out, self.spec.norm_eps, rows,
@@ -222,8 +232,8 @@ class GemvOps:
             return
         self.launchers[step.lane](
             self._project.norm_project, (triton.cdiv(rows, per_program), slices),
-            old, *deltas, new, norm, paired(weight), out, self._squares, self.spec.norm_eps, rows,
-            K=self.sizes.hidden, ROWS=tile.rows, BLOCK_K=tile.block_k, SLICES=slices, KEEP=step.keeps_stream,
+            old, *deltas, new, norm, tile.words(weight), out, self._squares, self.spec.norm_eps, rows,
+            K=self.sizes.hidden, WORD=1 + tile.paired, ROWS=tile.rows, BLOCK_K=tile.block_k, SLICES=slices, KEEP=step.keeps_stream,
             DELTAS=len(absorbed), GATED=gated, DEPTH=tile.depth, warps=tile.warps,
         )  # fmt: skip
 
@@ -254,8 +264,8 @@ class GemvOps:
         n, k = weight.shape
         launch(
             self._project.output_project, (triton.cdiv(n, tile.rows),),
-            source, paired(weight), lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
-            K=k, ROWS=tile.rows, BLOCK_K=tile.block_k,
+            source, tile.words(weight), lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
+            K=k, WORD=1 + tile.paired, ROWS=tile.rows, BLOCK_K=tile.block_k,
             ADD_STREAM=step.adds_stream, ADD_OTHER=other is not None, DEPTH=tile.depth,
             warps=tile.warps,
         )  # fmt: skip

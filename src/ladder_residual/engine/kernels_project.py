@@ -1,8 +1,6 @@
 """Matrix-vector kernels for one token: the weights stream through once, everything else rides along.
 
-``norm_project``   absorb outputs + RMSNorm + projection (QKV in slices of K, gate/up with SiLU, head)
-``norm_walk``      the same by programs that hold all of x and walk over the rows, so that x is read once a program
-``norm_walk_shared`` the same with several tiles in shared memory, requested while the input is still awaited
+``norm_project``   absorb outputs + RMSNorm + projection (QKV in slices of K, gate/up with SiLU, head); ``kernels_walk.py`` has another way
 ``output_project`` projection of attention's or the MLP's inner vector + what desync and parallel add to the message
 
 The norm costs no pass of its own: y = (W . (g * x)) * rsqrt(mean(x^2) + eps), so the sum of squares is collected while the
@@ -20,9 +18,9 @@ Behind a kernel of 2 to 4 the one before *that* is complete: it was waited for b
 read what was made two kernels ago (what it joins from other streams: ``graph_edges.py``). PTX promises to show what was made only
 to the kernel that waits; that it is then in L2 for all is an assumption, and the loads of 3 and 4 go there, past L1.
 
-Weights come in pairs: two of a 16-bit type in one int32 (two of float32 in one int64), as ``gemv_ops.paired`` views them. The compiler
-keeps every element of a tile that a loop carries along in a register of its own, so two bfloat16 would take two registers, and
-instructions to part them; as a pair they take one.
+Weights may come in pairs: two of a 16-bit type in one int32 (two of float32 in one int64), as ``gemv_ops.paired`` views them. The
+compiler keeps every element of a tile that a loop carries along in a register of its own, so two bfloat16 take two registers, and
+instructions to part them; as a pair they take one. Walkers always read pairs; for the others it is a matter of the tile.
 
 BLOCK_K = 256 * warps is not a whim: then each thread's eight weights of a row meet the eight elements of x it loaded itself.
 Any other width makes the compiler pass x through shared memory, with barriers, in every iteration.
@@ -52,9 +50,20 @@ def _absorb(
 
 
 @triton.jit
-def _times(w, even, odd, TYPE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr):
-    """Pairs of weights (ROWS, PAIRS) times x, whose elements come apart: (ROWS, PAIRS // 4), because the four pairs one thread holds
-    after a 16-byte load are added up: no exchange between threads, an eighth the registers."""
+def _sum_neighbours(products, ROWS: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr):
+    """Adds up what one thread holds of a row after a 16-byte load: no exchange between threads, an eighth the registers."""
+    return tl.sum(tl.reshape(products, [ROWS, WIDTH // HELD, HELD]), axis=2)
+
+
+@triton.jit
+def _apart(x, WIDTH: tl.constexpr):
+    """Elements with even and with odd numbers."""
+    return tl.split(tl.reshape(x, [WIDTH // 2, 2]))
+
+
+@triton.jit
+def _pairs_times(w, even, odd, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Pairs of weights (ROWS, WIDTH // 2) times x, whose elements come apart: (ROWS, WIDTH // 8)."""
     if tl.bfloat16 == TYPE:  # the upper half of a float32
         first = (w << 16).to(tl.float32, bitcast=True)
         second = (w & -65536).to(tl.float32, bitcast=True)
@@ -64,24 +73,26 @@ def _times(w, even, odd, TYPE: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.const
     else:
         first = w.to(tl.int32).to(tl.float32, bitcast=True)
         second = (w >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    products = first * even[None, :] + second * odd[None, :]
-    return tl.sum(tl.reshape(products, [ROWS, PAIRS // 4, 4]), axis=2)
+    return _sum_neighbours(first * even[None, :] + second * odd[None, :], ROWS, WIDTH // 2, 4)
 
 
 @triton.jit
-def _apart(x, PAIRS: tl.constexpr):
-    """Elements with even and with odd numbers."""
-    return tl.split(tl.reshape(x, [PAIRS, 2]))
+def _times(w, x, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, WORD: tl.constexpr):
+    """A tile of weights, WORD of them in an element, times x: (ROWS, WIDTH // 8)."""
+    if WORD == 2:
+        even, odd = _apart(x, WIDTH)
+        return _pairs_times(w, even, odd, TYPE, ROWS, WIDTH)
+    else:
+        return _sum_neighbours(w.to(tl.float32) * x[None, :], ROWS, WIDTH, 8)
 
 
 @triton.jit
-def _weights(w_ptrs, row_mask, offs, start, size, EVEN: tl.constexpr):
-    """The tile of weights from column ``start`` on; zeros past ``size``. Weights are read once: they must not push x out of L1. (Offsets,
-    start and size of pairs.)"""
+def _weights(w_ptrs, row_mask, words, start, size, EVEN: tl.constexpr):
+    """The tile of weights from word ``start`` of the rows on; zeros past ``size``. Read once: they must not push x out of L1."""
     if EVEN:
         mask = row_mask[:, None] & (start < size)
     else:
-        mask = row_mask[:, None] & (start + offs < size)[None, :]
+        mask = row_mask[:, None] & (start + words < size)[None, :]
     return tl.load(w_ptrs + start, mask=mask, other=0, eviction_policy="evict_first")
 
 
@@ -122,7 +133,7 @@ def norm_project(
     d2_ptr,
     x_out_ptr,  # the stream after absorbing (K); another buffer than x_ptr, because all programs read x_ptr
     norm_ptr,  # norm weight (K)
-    w_ptr,  # (N, K), or (2 * N, K) for gate over up; in pairs
+    w_ptr,  # (N, K), or (2 * N, K) for gate over up; or in pairs
     out_ptr,  # SLICES > 1: float32 (SLICES, N), not yet normed; otherwise (N)
     squares_ptr,  # float32 (SLICES): sum of squares of each slice of x; only with SLICES > 1
     eps,
@@ -135,6 +146,7 @@ def norm_project(
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
     GATED: tl.constexpr,
+    WORD: tl.constexpr,  # weights in an element of w_ptr: 1, or 2
     PDL: tl.constexpr,
 ):
     row_block = tl.program_id(0)
@@ -144,14 +156,13 @@ def norm_project(
     rows, channel = _rows_of(row_block, N, ROWS, GATED)
     row_mask = channel < N
     offs = tl.arange(0, BLOCK_K)
-    PAIRS: tl.constexpr = BLOCK_K // 2
-    pairs = tl.arange(0, PAIRS)
-    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * (K // 2) + (part * (SLICE // 2) + pairs)[None, :]
-    w0 = _weights(w_ptrs, row_mask, pairs, 0, SLICE // 2, EVEN)
+    words = tl.arange(0, BLOCK_K // WORD)
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * (K // WORD) + (part * (SLICE // WORD) + words)[None, :]
+    w0 = _weights(w_ptrs, row_mask, words, 0, SLICE // WORD, EVEN)
     if DEPTH > 1:
-        w1 = _weights(w_ptrs, row_mask, pairs, PAIRS, SLICE // 2, EVEN)
+        w1 = _weights(w_ptrs, row_mask, words, BLOCK_K // WORD, SLICE // WORD, EVEN)
     if DEPTH > 2:
-        w2 = _weights(w_ptrs, row_mask, pairs, 2 * PAIRS, SLICE // 2, EVEN)
+        w2 = _weights(w_ptrs, row_mask, words, 2 * BLOCK_K // WORD, SLICE // WORD, EVEN)
     _after_the_previous_kernel(PDL)
     k = part * SLICE + offs
     x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, offs < SLICE, KEEP, DELTAS, "")
@@ -159,15 +170,14 @@ def norm_project(
     acc = tl.zeros([ROWS, BLOCK_K // 8], tl.float32)
     squares = tl.zeros([BLOCK_K], tl.float32)
     for start in range(0, SLICE, BLOCK_K):
-        ahead = _weights(w_ptrs, row_mask, pairs, start // 2 + DEPTH * PAIRS, SLICE // 2, EVEN)
+        ahead = _weights(w_ptrs, row_mask, words, (start + DEPTH * BLOCK_K) // WORD, SLICE // WORD, EVEN)
         following = start + BLOCK_K + offs
         k_next = part * SLICE + following
         x_next = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k_next, following < SLICE, KEEP, DELTAS, "")
         g_next = tl.load(norm_ptr + k_next, mask=following < SLICE, other=0.0)
         if DELTAS > 0 and row_block == (start // BLOCK_K) % tl.num_programs(0):  # each piece of the new stream is stored once
             tl.store(x_out_ptr + k, x, mask=start + offs < SLICE)
-        even, odd = _apart(x * g.to(tl.float32), PAIRS)
-        acc += _times(w0, even, odd, norm_ptr.dtype.element_ty, ROWS, PAIRS)
+        acc += _times(w0, x * g.to(tl.float32), norm_ptr.dtype.element_ty, ROWS, BLOCK_K, WORD)
         squares += x * x
         k = k_next
         x = x_next
@@ -199,145 +209,9 @@ def norm_project(
 
 
 @triton.jit
-def _whole_rows(w_ptr, block, N, pairs, K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
-    """Block ``block`` of ROWS whole rows of the weights; zeros past the last."""
-    rows, channel = _rows_of(block, N, ROWS, GATED)
-    mask = (channel < N)[:, None]
-    if pairs.shape[0] != K // 2:
-        mask = mask & (pairs < K // 2)[None, :]
-    return tl.load(
-        w_ptr + rows.to(tl.int64)[:, None] * (K // 2) + pairs[None, :], mask=mask, other=0, eviction_policy="evict_first"
-    )
-
-
-@triton.jit
-def _finish_block(
-    w, even, odd, rms, block, N, out_ptr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr,
-    GATED: tl.constexpr,
-):  # fmt: skip
-    """A walker's block of rows times x, stored."""
-    y = tl.sum(_times(w, even, odd, TYPE, ROWS, WIDTH // 2), axis=1) * rms
-    channel = block * PER + tl.arange(0, PER)
-    if GATED:
-        gate, up = tl.split(tl.reshape(y, [PER, 2]))
-        y = gate * tl.sigmoid(gate) * up
-    tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=channel < N)
-
-
-@triton.jit
-def _store_piece(
-    x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K: tl.constexpr, PIECE: tl.constexpr, KEEP: tl.constexpr, DELTAS: tl.constexpr,
-    CACHE: tl.constexpr,
-):  # fmt: skip
-    """A program's piece of the new stream. Read again: out of the registers of all of x it took longer than x itself to come."""
-    mine = own * PIECE + tl.arange(0, PIECE)
-    piece = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, mine, mine < K, KEEP, DELTAS, CACHE)
-    tl.store(x_out_ptr + mine, piece, mask=mine < K)
-
-
-@triton.jit
-def norm_walk(
-    x_ptr,  # as in norm_project
-    d0_ptr,
-    d1_ptr,
-    d2_ptr,
-    x_out_ptr,
-    norm_ptr,
-    w_ptr,
-    out_ptr,  # (N)
-    eps,
-    N,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,  # K rounded up to a power of two
-    PIECE: tl.constexpr,  # of the new stream, that each program stores: a power of two
-    ROWS: tl.constexpr,
-    KEEP: tl.constexpr,
-    DELTAS: tl.constexpr,
-    GATED: tl.constexpr,
-    TURN: tl.constexpr,  # with PDL of 2 and more: the block of the walk after which the next kernel may start
-    PDL: tl.constexpr,
-):
-    own, programs = tl.program_id(0), tl.num_programs(0)
-    k = tl.arange(0, WIDTH)
-    pairs = tl.arange(0, WIDTH // 2)
-    w = _whole_rows(w_ptr, own, N, pairs, K, ROWS, GATED)
-    g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-    CACHE: tl.constexpr = ".cg" if PDL > 2 else ""
-    if PDL == 4 and DELTAS > 0:
-        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS - 1, CACHE)
-        tl_cuda.gdc_wait()
-        newest = d0_ptr if DELTAS == 1 else d1_ptr if DELTAS == 2 else d2_ptr
-        x += tl.load(newest + k, mask=k < K, other=0.0, cache_modifier=CACHE).to(tl.float32)
-    else:
-        if PDL == 1:
-            tl_cuda.gdc_launch_dependents()
-        if PDL > 0 and PDL != 3:
-            tl_cuda.gdc_wait()
-        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, CACHE)
-    if DELTAS > 0:
-        _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, CACHE)
-    rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
-    even, odd = _apart(x * g.to(tl.float32), WIDTH // 2)
-    PER: tl.constexpr = ROWS // 2 if GATED else ROWS
-    for block in range(own, tl.cdiv(N, PER), programs):
-        ahead = _whole_rows(w_ptr, block + programs, N, pairs, K, ROWS, GATED)
-        _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
-        w = ahead
-        if PDL > 1:  # noqa: SIM102  joined by "and", both would be asked at run time
-            if block == own + TURN * programs:
-                _let_the_next_one_start()
-    if PDL > 1:  # a walk that was too short for it
-        _let_the_next_one_start()
-
-
-@triton.jit
-def norm_walk_shared(
-    x_ptr,  # as in norm_walk
-    d0_ptr,
-    d1_ptr,
-    d2_ptr,
-    x_out_ptr,
-    norm_ptr,
-    w_ptr,
-    out_ptr,
-    eps,
-    N,
-    K: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PIECE: tl.constexpr,
-    ROWS: tl.constexpr,
-    TILES: tl.constexpr,  # in shared memory
-    KEEP: tl.constexpr,
-    DELTAS: tl.constexpr,
-    GATED: tl.constexpr,
-    PDL: tl.constexpr,
-):
-    """The wait stands inside the loop because the compiler then copies the first TILES blocks into shared memory ahead of it. Every
-    program must have a block (``walking`` sees to it), or it would neither wait nor store its piece of the stream."""
-    own, programs = tl.program_id(0), tl.num_programs(0)
-    k = tl.arange(0, WIDTH)
-    pairs = tl.arange(0, WIDTH // 2)
-    even = tl.zeros([WIDTH // 2], tl.float32)
-    odd = tl.zeros([WIDTH // 2], tl.float32)
-    rms = 0.0
-    PER: tl.constexpr = ROWS // 2 if GATED else ROWS
-    for block in tl.range(own, tl.cdiv(N, PER), programs, num_stages=TILES + 1):
-        w = _whole_rows(w_ptr, block, N, pairs, K, ROWS, GATED)
-        if block == own:
-            g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
-            _after_the_previous_kernel(PDL)
-            x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, "")
-            if DELTAS > 0:
-                _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, "")
-            rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
-            even, odd = _apart(x * g.to(tl.float32), WIDTH // 2)
-        _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
-
-
-@triton.jit
 def output_project(
     in_ptr,  # (K)
-    w_ptr,  # (N, K), in pairs
+    w_ptr,  # (N, K), or in pairs
     stream_ptr,  # float32 (N), with ADD_STREAM
     other_ptr,  # (N), with ADD_OTHER
     out_ptr,  # (N): this rank's message
@@ -349,29 +223,28 @@ def output_project(
     DEPTH: tl.constexpr,
     ADD_STREAM: tl.constexpr,
     ADD_OTHER: tl.constexpr,
+    WORD: tl.constexpr,  # as in norm_project
     PDL: tl.constexpr,
 ):
     EVEN: tl.constexpr = K % BLOCK_K == 0
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < N
     offs = tl.arange(0, BLOCK_K)
-    PAIRS: tl.constexpr = BLOCK_K // 2
-    pairs = tl.arange(0, PAIRS)
-    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * (K // 2) + pairs[None, :]
-    w0 = _weights(w_ptrs, row_mask, pairs, 0, K // 2, EVEN)
+    words = tl.arange(0, BLOCK_K // WORD)
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * (K // WORD) + words[None, :]
+    w0 = _weights(w_ptrs, row_mask, words, 0, K // WORD, EVEN)
     if DEPTH > 1:
-        w1 = _weights(w_ptrs, row_mask, pairs, PAIRS, K // 2, EVEN)
+        w1 = _weights(w_ptrs, row_mask, words, BLOCK_K // WORD, K // WORD, EVEN)
     if DEPTH > 2:
-        w2 = _weights(w_ptrs, row_mask, pairs, 2 * PAIRS, K // 2, EVEN)
+        w2 = _weights(w_ptrs, row_mask, words, 2 * BLOCK_K // WORD, K // WORD, EVEN)
     _after_the_previous_kernel(PDL)
     x = tl.load(in_ptr + offs, mask=offs < K, other=0.0)
     acc = tl.zeros([ROWS, BLOCK_K // 8], tl.float32)
     for start in range(0, K, BLOCK_K):
-        ahead = _weights(w_ptrs, row_mask, pairs, start // 2 + DEPTH * PAIRS, K // 2, EVEN)
+        ahead = _weights(w_ptrs, row_mask, words, (start + DEPTH * BLOCK_K) // WORD, K // WORD, EVEN)
         following = start + BLOCK_K + offs
         x_next = tl.load(in_ptr + following, mask=following < K, other=0.0)
-        even, odd = _apart(x.to(tl.float32), PAIRS)
-        acc += _times(w0, even, odd, in_ptr.dtype.element_ty, ROWS, PAIRS)
+        acc += _times(w0, x.to(tl.float32), in_ptr.dtype.element_ty, ROWS, BLOCK_K, WORD)
         x = x_next
         if DEPTH == 1:
             w0 = ahead

@@ -1,0 +1,150 @@
+"""Absorb outputs + RMSNorm + projection, as in ``kernels_project.py``, by programs that walk over the rows.
+
+``norm_walk``        programs that hold all of x, so that x is read once a program, and always one block of rows ahead
+``norm_walk_shared`` the same with several tiles in shared memory, requested while the input is still awaited
+
+Whoever is launched early holds the line up from the end of its wait to its first product, so little stands between them: weights are
+read in pairs, and the new stream is stored by pieces that are read again (out of the registers that hold all of x it took a third of
+the kernel's instructions).
+"""
+
+from __future__ import annotations
+
+from ._triton import tl, tl_cuda, triton
+from .kernels_project import _absorb, _after_the_previous_kernel, _apart, _let_the_next_one_start, _pairs_times, _rows_of
+
+
+@triton.jit
+def _whole_rows(w_ptr, block, N, pairs, K: tl.constexpr, ROWS: tl.constexpr, GATED: tl.constexpr):
+    """Block ``block`` of ROWS whole rows of the weights; zeros past the last."""
+    rows, channel = _rows_of(block, N, ROWS, GATED)
+    mask = (channel < N)[:, None]
+    if pairs.shape[0] != K // 2:
+        mask = mask & (pairs < K // 2)[None, :]
+    return tl.load(
+        w_ptr + rows.to(tl.int64)[:, None] * (K // 2) + pairs[None, :], mask=mask, other=0, eviction_policy="evict_first"
+    )
+
+
+@triton.jit
+def _finish_block(
+    w, even, odd, rms, block, N, out_ptr, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, PER: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """A walker's block of rows times x, stored."""
+    y = tl.sum(_pairs_times(w, even, odd, TYPE, ROWS, WIDTH), axis=1) * rms
+    channel = block * PER + tl.arange(0, PER)
+    if GATED:
+        gate, up = tl.split(tl.reshape(y, [PER, 2]))
+        y = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + channel, y.to(out_ptr.dtype.element_ty), mask=channel < N)
+
+
+@triton.jit
+def _store_piece(
+    x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K: tl.constexpr, PIECE: tl.constexpr, KEEP: tl.constexpr, DELTAS: tl.constexpr,
+    CACHE: tl.constexpr,
+):  # fmt: skip
+    """A program's piece of the new stream."""
+    mine = own * PIECE + tl.arange(0, PIECE)
+    piece = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, mine, mine < K, KEEP, DELTAS, CACHE)
+    tl.store(x_out_ptr + mine, piece, mask=mine < K)
+
+
+@triton.jit
+def norm_walk(
+    x_ptr,  # as in norm_project
+    d0_ptr,
+    d1_ptr,
+    d2_ptr,
+    x_out_ptr,
+    norm_ptr,
+    w_ptr,
+    out_ptr,  # (N)
+    eps,
+    N,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,  # K rounded up to a power of two
+    PIECE: tl.constexpr,  # of the new stream, that each program stores: a power of two
+    ROWS: tl.constexpr,
+    KEEP: tl.constexpr,
+    DELTAS: tl.constexpr,
+    GATED: tl.constexpr,
+    TURN: tl.constexpr,  # with PDL of 2 and more: the block of the walk after which the next kernel may start
+    PDL: tl.constexpr,
+):
+    own, programs = tl.program_id(0), tl.num_programs(0)
+    k = tl.arange(0, WIDTH)
+    pairs = tl.arange(0, WIDTH // 2)
+    w = _whole_rows(w_ptr, own, N, pairs, K, ROWS, GATED)
+    g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+    CACHE: tl.constexpr = ".cg" if PDL > 2 else ""
+    if PDL == 4 and DELTAS > 0:
+        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS - 1, CACHE)
+        tl_cuda.gdc_wait()
+        newest = d0_ptr if DELTAS == 1 else d1_ptr if DELTAS == 2 else d2_ptr
+        x += tl.load(newest + k, mask=k < K, other=0.0, cache_modifier=CACHE).to(tl.float32)
+    else:
+        if PDL == 1:
+            tl_cuda.gdc_launch_dependents()
+        if PDL > 0 and PDL != 3:
+            tl_cuda.gdc_wait()
+        x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, CACHE)
+    if DELTAS > 0:
+        _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, CACHE)
+    rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+    even, odd = _apart(x * g.to(tl.float32), WIDTH)
+    PER: tl.constexpr = ROWS // 2 if GATED else ROWS
+    for block in range(own, tl.cdiv(N, PER), programs):
+        ahead = _whole_rows(w_ptr, block + programs, N, pairs, K, ROWS, GATED)
+        _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
+        w = ahead
+        if PDL > 1:  # noqa: SIM102  joined by "and", both would be asked at run time
+            if block == own + TURN * programs:
+                _let_the_next_one_start()
+    if PDL > 1:  # a walk that was too short for it
+        _let_the_next_one_start()
+
+
+@triton.jit
+def norm_walk_shared(
+    x_ptr,  # as in norm_walk
+    d0_ptr,
+    d1_ptr,
+    d2_ptr,
+    x_out_ptr,
+    norm_ptr,
+    w_ptr,
+    out_ptr,
+    eps,
+    N,
+    K: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PIECE: tl.constexpr,
+    ROWS: tl.constexpr,
+    TILES: tl.constexpr,  # in shared memory
+    KEEP: tl.constexpr,
+    DELTAS: tl.constexpr,
+    GATED: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """The wait stands inside the loop because the compiler then copies the first TILES blocks into shared memory ahead of it. Every
+    program must have a block (``walking`` sees to it), or it would neither wait nor store its piece of the stream."""
+    own, programs = tl.program_id(0), tl.num_programs(0)
+    k = tl.arange(0, WIDTH)
+    pairs = tl.arange(0, WIDTH // 2)
+    even = tl.zeros([WIDTH // 2], tl.float32)
+    odd = tl.zeros([WIDTH // 2], tl.float32)
+    rms = 0.0
+    PER: tl.constexpr = ROWS // 2 if GATED else ROWS
+    for block in tl.range(own, tl.cdiv(N, PER), programs, num_stages=TILES + 1):
+        w = _whole_rows(w_ptr, block, N, pairs, K, ROWS, GATED)
+        if block == own:
+            g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
+            _after_the_previous_kernel(PDL)
+            x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, "")
+            if DELTAS > 0:
+                _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, "")
+            rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
+            even, odd = _apart(x * g.to(tl.float32), WIDTH)
+        _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
