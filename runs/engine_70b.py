@@ -70,7 +70,11 @@ def main() -> None:
                     ),
                 )  # fmt: skip
         if "prefill" in parts:
-            keep("70b-tp8-prefill", bench_prefill(shard=shard, tp=8, batches=(1, 4), links=("none", "500us", "h200-nccl")))
+            rows, notes = [], []
+            for batch in (1, 4):  # kept as soon as they are there
+                result = bench_prefill(shard=shard, tp=8, batches=(batch,), links=("none", "500us", "h200-nccl"))
+                rows, notes = rows + result["rows"], notes + result["notes"]
+                keep("70b-tp8-prefill", {**result, "rows": rows, "notes": notes})
         if "e2e" in parts:  # about half a minute each
             for batch in (1, 4, 16, 64):
                 keep(f"70b-tp8-e2e-batch{batch}", bench_e2e(shard=shard, tp=8, batches=(batch,), links=("24us",), repeats=2))

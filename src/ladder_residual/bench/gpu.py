@@ -18,6 +18,7 @@ import torch
 from ..config import Wiring
 from ..engine.decoder import DecodeEngine, check_request
 from ..engine.emulate import Link, parse_link
+from ..engine.gemv_ops import GemvTiles
 from ..engine.roofline import read_bandwidth
 from ..engine.spec import EngineSpec, RankSizes
 from ..engine.weights import RankWeights, random_weights, stack_weights
@@ -60,11 +61,12 @@ class Shard:
         schedule: str = "auto",
         products: str = "auto",
         pdl: int = 1,
+        tiles: GemvTiles | None = None,
     ) -> DecodeEngine:
         return DecodeEngine(
             self.spec, Wiring.parse(wiring, self.spec.shape.num_layers), self.weights, tp=self.tp,
             reducer="emulated" if self.tp > 1 else "none", link=link, batch=batch, max_context=max_context, schedule=schedule,
-            products=products, pdl=pdl,
+            products=products, pdl=pdl, tiles=tiles,
         )  # fmt: skip
 
     def bytes_per_step(self, batch: int, context: int) -> int:
@@ -173,10 +175,11 @@ def bench_prefill(
     for batch, link_name in itertools.product(batches, links):
         tokens = torch.randint(0, shard.sizes.vocab_rows, (batch, prompt), device="cuda")
         link = parse_link(link_name, tp=tp)
-        engines = {
-            wiring: shard.engine(wiring, link, batch=batch, max_context=prompt + 16, schedule="one", products="cublas")
-            for wiring in wirings
-        }  # what a decode step would choose does not matter here
+        # what a decode step would choose does not matter here, so nothing is timed for it
+        decode: dict[str, Any] = dict(
+            schedule="one", products="cublas", tiles=GemvTiles.candidates(shard.sizes, prompt + 16)[0]
+        )
+        engines = {wiring: shard.engine(wiring, link, batch=batch, max_context=prompt + 16, **decode) for wiring in wirings}
         # in turns: the host starts these kernels one by one, and its speed drifts
         taken: dict[str, list[float]] = {wiring: [] for wiring in wirings}
         for turn in range(repeats):
