@@ -76,7 +76,7 @@ def main() -> None:
             for first in range(0, len(PROMPTS), at_once):
                 if kind == "cuda":
                     model.start()
-                batch = {name: tensor[first : first + at_once] for name, tensor in inputs.items()}
+                batch = {name: inputs[name][first : first + at_once] for name in ("input_ids", "attention_mask")}
                 asked = dict(max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=tokenizer.pad_token_id)
                 texts.append(model.generate(**batch, **asked))
             tokens[kind] = torch.cat(texts)

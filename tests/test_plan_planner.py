@@ -110,10 +110,10 @@ def test_more_communication_means_more_gain_until_the_link_rules():
 
 
 def test_one_rank_sends_nothing():
-    [row] = plan("llama-3.1-8b", device="h200", tp=[1])
+    [row] = plan("llama-3.1-8b", device="h100", tp=[1])
     assert row.allreduce_us == 0
     assert row.speedup["ladder"] == pytest.approx(1.0)
-    assert row.speedup[TWO_LANES] > 1.01
+    assert row.speedup[TWO_LANES] > 1.005  # the gaps of one lane, which two fill, are small
 
 
 def test_a_model_that_does_not_fit_is_an_error_with_the_numbers_and_a_row_that_does_not_fit_is_marked():

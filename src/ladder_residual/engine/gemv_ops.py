@@ -26,13 +26,15 @@ class Tile:
     depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
     walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
     shared: int = 0  # of walkers: tiles in shared memory, requested before their input is there; 0: one, in registers
-    paired: bool = False  # whether a program of a few rows reads two weights as one (kernels_project.py); walkers always do
+    paired: bool = (
+        False  # of a program of a few rows: whether it reads two weights as one (kernels_project.py), as walkers always do
+    )
     registers: int | None = None  # of a thread, at most; None: the compiler's choice
     turn: float = 0  # of walkers in a woven line: the share of their walk after which the next product may begin
 
-    def words(self, weight: Tensor) -> Tensor:
-        """As a program of a few rows reads it."""
-        return paired(weight) if self.paired else weight
+    def words(self, weight: Tensor) -> tuple[Tensor, int]:
+        """As a program of a few rows reads it, and how many weights are one element."""
+        return (paired(weight), 2) if self.paired and weight.shape[-1] % 2 == 0 else (weight, 1)
 
 
 @dataclass(frozen=True)
@@ -77,7 +79,7 @@ class GemvTiles:
         ]
         if hidden > WIDEST_WALK:
             return rank + whole if few_rows else whole + rank
-        # Pairs: faster for a rank in one lane and woven, slower for a whole 8B model, more registers for gate/up by a few rows.
+        # Pairs: faster for a 70B rank in one lane and woven, slower for a whole 8B model, more registers for gate/up by a few rows.
         walk, down = _walk(4, hidden), _tile(8, 4, 1, ff)
         one = replace(rank[0], gate_up=walk, down=down).in_pairs()
         two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
@@ -87,8 +89,8 @@ class GemvTiles:
         rank = [one, *([waiting] if fits else []), wide, two, rank[0]]
         whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
         made = rank + whole[:1] if few_rows else whole + rank[:1]
-        # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, there is room for
-        # about sixteen programs of attention at a time; more splits would queue, unless the context is so long that each would lag.
+        # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, sixteen programs
+        # of attention were a little better than eight; more would queue, unless the context is so long that each would lag.
         beside = min(splits, _power_of_two_below(max(16 // sizes.kv_heads, max_context // 320)))
         turned = replace(walk, turn=0.6)
         woven = replace(wide, qkv=walk, gate_up=turned, slices=1, splits=beside, attention_warps=4)
@@ -98,8 +100,8 @@ class GemvTiles:
         ]
 
     def in_pairs(self) -> GemvTiles:
-        tiles = {name: getattr(self, name) for name in ("qkv", "output", "gate_up", "down", "head")}
-        return replace(self, **{name: replace(tile, paired=True) for name, tile in tiles.items()})
+        q, o, g, d, h = (replace(t, paired=not t.walkers) for t in (self.qkv, self.output, self.gate_up, self.down, self.head))
+        return replace(self, qkv=q, output=o, gate_up=g, down=d, head=h)
 
 
 SCRATCH = 4096  # bytes of shared memory beside the tiles, more than a sum over a program's threads takes
@@ -230,10 +232,11 @@ class GemvOps:
                 DELTAS=len(absorbed), GATED=gated, **constants, reads_before=not tile.shared, warps=tile.warps, registers=tile.registers,
             )  # fmt: skip
             return
+        words, per_word = tile.words(weight)
         self.launchers[step.lane](
             self._project.norm_project, (triton.cdiv(rows, per_program), slices),
-            old, *deltas, new, norm, tile.words(weight), out, self._squares, self.spec.norm_eps, rows,
-            K=self.sizes.hidden, WORD=1 + tile.paired, ROWS=tile.rows, BLOCK_K=tile.block_k, SLICES=slices, KEEP=step.keeps_stream,
+            old, *deltas, new, norm, words, out, self._squares, self.spec.norm_eps, rows,
+            K=self.sizes.hidden, WORD=per_word, ROWS=tile.rows, BLOCK_K=tile.block_k, SLICES=slices, KEEP=step.keeps_stream,
             DELTAS=len(absorbed), GATED=gated, DEPTH=tile.depth, warps=tile.warps,
         )  # fmt: skip
 
@@ -262,10 +265,11 @@ class GemvOps:
         other: Tensor | None,
     ) -> None:
         n, k = weight.shape
+        words, per_word = tile.words(weight)
         launch(
             self._project.output_project, (triton.cdiv(n, tile.rows),),
-            source, tile.words(weight), lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
-            K=k, WORD=1 + tile.paired, ROWS=tile.rows, BLOCK_K=tile.block_k,
+            source, words, lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
+            K=k, WORD=per_word, ROWS=tile.rows, BLOCK_K=tile.block_k,
             ADD_STREAM=step.adds_stream, ADD_OTHER=other is not None, DEPTH=tile.depth,
             warps=tile.warps,
         )  # fmt: skip

@@ -51,7 +51,7 @@ def _absorb(
 
 @triton.jit
 def _sum_neighbours(products, ROWS: tl.constexpr, WIDTH: tl.constexpr, HELD: tl.constexpr):
-    """Adds up what one thread holds of a row after a 16-byte load: no exchange between threads, an eighth the registers."""
+    """Adds up what one thread holds of a row: no exchange between threads, an eighth the registers."""
     return tl.sum(tl.reshape(products, [ROWS, WIDTH // HELD, HELD]), axis=2)
 
 
@@ -63,7 +63,9 @@ def _apart(x, WIDTH: tl.constexpr):
 
 @triton.jit
 def _pairs_times(w, even, odd, TYPE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Pairs of weights (ROWS, WIDTH // 2) times x, whose elements come apart: (ROWS, WIDTH // 8)."""
+    """Pairs of weights (ROWS, WIDTH // 2) times x, whose elements come apart: (ROWS, WIDTH // 8). TYPE of one weight, which must be
+    the type of the norm's weights or of the input beside it."""
+    tl.static_assert(w.dtype.primitive_bitwidth == 2 * TYPE.primitive_bitwidth, "a pair is twice as wide as what it holds")
     if tl.bfloat16 == TYPE:  # the upper half of a float32
         first = (w << 16).to(tl.float32, bitcast=True)
         second = (w & -65536).to(tl.float32, bitcast=True)

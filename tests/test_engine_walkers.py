@@ -1,0 +1,110 @@
+"""Kernels that walk over the rows, and weights in pairs, on Triton's interpreter: what is read before a wait, and what is computed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ladder_residual.config import Wiring
+from ladder_residual.engine import kernels_attention, kernels_project, kernels_walk
+from ladder_residual.engine.gemv_ops import GemvOps, Tile, paired
+from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
+from ladder_residual.engine.reducers import NoReducer
+from ladder_residual.engine.spec import EngineSpec
+from test_engine_kernels import shape, step_against_reference, tiles
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are tested in tests/gpu")
+
+
+@pytest.mark.parametrize("silent", [True, False])
+def test_walkers_that_read_before_they_wait(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same numbers whether the newest output comes last or all at once. Here nothing runs early; tests/gpu has the real thing."""
+    ignored = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
+    for kernels in (kernels_project, kernels_walk, kernels_attention):
+        monkeypatch.setattr(kernels, "tl_cuda", ignored)
+    monkeypatch.setattr(NoReducer, "silent", silent)
+    monkeypatch.setattr(NoReducer, "reduce", lambda *_: None)
+    walk = Tile(2, 64, 1, walkers=1, turn=0.5)
+    made = replace(tiles(1, 2), qkv=walk, gate_up=walk)
+    noted: list[int] = []
+    how = Launcher.waits
+    monkeypatch.setattr(Launcher, "waits", lambda self, before: noted.append(how(self, before)) or noted[-1])
+    spec, wiring = EngineSpec.from_shape(shape(num_layers=3)), Wiring.parse("ladder", 3)
+    worst = step_against_reference(
+        spec, wiring, 1, 4, lambda *a: GemvOps(*a, made, pdl=1, reads_before=True), "woven"
+    )  # fmt: skip
+    assert worst < 2e-5
+    assert set(noted) == ({1, 2, BEHIND} if silent else {1, 2, BEHIND, BEHIND_BUT_NEWEST})
+
+
+@pytest.mark.parametrize("deltas", [1, 2, 3])
+@pytest.mark.parametrize(("pdl", "before"), [(1, "start wait"), (2, "wait"), (BEHIND, ""), (BEHIND_BUT_NEWEST, "wait")])
+def test_what_a_walker_reads_before_it_waits(pdl: int, before: str, deltas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What may still be on its way is there only once the kernel has waited, and the next one is let in only after that."""
+    hidden, rows, programs = 64, 12, 2  # three blocks of two rows a program
+    generator = torch.Generator().manual_seed(4)
+    stream, norm = torch.randn(hidden, generator=generator), torch.rand(hidden, generator=generator)
+    outputs, weights = torch.randn(deltas, hidden, generator=generator), torch.randn(rows, hidden, generator=generator)
+    late = {1: deltas, 2: deltas, BEHIND: 0, BEHIND_BUT_NEWEST: 1}[pdl]
+    given = outputs.clone()
+    given[deltas - late :] = float("nan")
+    log: list[str] = []
+
+    def wait() -> None:
+        log.append("wait")
+        given.copy_(outputs)
+
+    events = SimpleNamespace(gdc_wait=wait, gdc_launch_dependents=lambda: log.append("start"))
+    for kernels in (kernels_project, kernels_walk):
+        monkeypatch.setattr(kernels, "tl_cuda", events)
+    out, new = torch.full((rows,), float("nan")), torch.full((hidden,), float("nan"))
+    deltas_given = [*given, *[norm] * (3 - deltas)]
+    kernels_walk.norm_walk[(programs,)](
+        stream, *deltas_given, new, norm, paired(weights), out, 1e-5, rows,
+        K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, TURN=1, PDL=pdl,
+    )  # fmt: skip
+    x = stream + outputs.sum(0)
+    torch.testing.assert_close(new, x)
+    torch.testing.assert_close(out, weights @ (x * torch.rsqrt(x.square().mean() + 1e-5) * norm), rtol=1e-4, atol=1e-4)
+    let_in = ["wait", "start"] * 2 if pdl > 1 else []  # at its turn, and at the end for walks that are too short
+    assert log == [*before.split(), *let_in] * programs
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_pairs_of_weights_of_every_type(dtype: torch.dtype) -> None:
+    """Each kernel against torch, in float32: rows and columns that do not fill a tile, rows of small and of large weights."""
+    rows, columns = 22, 72
+    generator = torch.Generator().manual_seed(6)
+    weights = (torch.randn(rows, columns, generator=generator) * torch.logspace(-3, 3, rows)[:, None]).to(dtype)
+    norm, x = torch.rand(columns, generator=generator).to(dtype), torch.randn(columns, generator=generator)
+    assert paired(weights).shape == (rows, columns // 2)
+    normed = x * torch.rsqrt(x.square().mean() + 1e-5) * norm.float()
+
+    def check(found: torch.Tensor, vector: torch.Tensor) -> None:
+        size = (weights.float().abs() @ vector.abs()).clamp(min=1e-30)
+        assert ((found - weights.float() @ vector).abs() / size).max() < 1e-6
+
+    def out() -> torch.Tensor:
+        return torch.full((rows,), float("nan"), dtype=torch.float32)
+
+    before = (x, norm, norm, norm, torch.empty(columns), norm)  # nothing to absorb
+    constants = {"K": columns, "KEEP": True, "DELTAS": 0, "GATED": False, "PDL": 0}
+    for kernel, more in ((kernels_walk.norm_walk, {"TURN": 0}), (kernels_walk.norm_walk_shared, {"TILES": 2})):
+        found = out()
+        kernel[(2,)](*before, paired(weights), found, 1e-5, rows, WIDTH=128, PIECE=64, ROWS=4, **constants, **more)
+        check(found, normed)
+    inner = x.to(dtype)
+    for word, given in ((1, weights), (2, paired(weights))):
+        found, few = out(), {"ROWS": 8, "BLOCK_K": 32, "WORD": word}
+        kernels_project.norm_project[(3, 1)](
+            *before, given, found, found, 1e-5, rows, **few, DEPTH=2, SLICES=1, **constants
+        )  # fmt: skip
+        check(found, normed)
+        found = out()
+        kernels_project.output_project[(3,)](
+            inner, given, x, norm, found, 1.0, rows, K=columns, **few, DEPTH=1, ADD_STREAM=False, ADD_OTHER=False, PDL=0
+        )  # fmt: skip
+        check(found, inner.float())
