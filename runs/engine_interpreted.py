@@ -37,15 +37,16 @@ from ladder_residual.parallel import World
 CPU = torch.device("cpu")
 
 
-def tiles(hidden: int) -> GemvTiles:
+def tiles(hidden: int, *, in_pairs: bool) -> GemvTiles:
     """Large: each program costs the interpreter milliseconds. Gate/up and the head walk, the others take their rows in two pieces."""
     width = 1 << (hidden - 1).bit_length()
     rows, walk = Tile(128, width // 2, 1, 1), Tile(128, width, 1, walkers=1)
-    return GemvTiles(rows, rows, walk, rows, Tile(512, width, 1, walkers=1), slices=1, splits=2, block_t=16)
+    made = GemvTiles(rows, rows, walk, rows, Tile(512, width, 1, walkers=1), slices=1, splits=2, block_t=16)
+    return made.in_pairs() if in_pairs else made
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: torch.Tensor, new: int, schedule: str) -> list[int]:
+def greedy(model: Any, prompt: torch.Tensor, new: int, schedule: str, *, in_pairs: bool) -> list[int]:
     wiring, spec = wiring_of(model.config), EngineSpec.from_hf(model.config.to_dict(), max_context=prompt.shape[1] + new)
     sizes = RankSizes.of(spec.shape, 1, 0)
     weights = stack_weights(spec, sizes, {name: parameter.data for name, parameter in model.named_parameters()})
@@ -61,7 +62,7 @@ def greedy(model: Any, prompt: torch.Tensor, new: int, schedule: str) -> list[in
     reading.last = torch.tensor([prompt.shape[1] - 1])
     logits = torch.full((1, sizes.vocab_rows), float("nan"))
     executor(reading, prompt.shape[1], "one").run(prompt, logits)
-    decode = executor(GemvOps(spec, sizes, weights, cache, tiles(sizes.hidden), pdl=0), 1, schedule)
+    decode = executor(GemvOps(spec, sizes, weights, cache, tiles(sizes.hidden, in_pairs=in_pairs), pdl=0), 1, schedule)
     end = model.generation_config.eos_token_id
     tokens = []
     for position in range(prompt.shape[1], prompt.shape[1] + new):
@@ -95,7 +96,7 @@ def main() -> None:
                 **prompt, max_new_tokens=options.new, min_new_tokens=options.new, do_sample=False, pad_token_id=0
             )[0, prompt["input_ids"].shape[1] :].tolist()  # fmt: skip
             schedule = SCHEDULES[number % len(SCHEDULES)] if wiring.startswith("ladder") else "one"
-            found = greedy(model, prompt["input_ids"], options.new, schedule)
+            found = greedy(model, prompt["input_ids"], options.new, schedule, in_pairs=number % 2 == 1)
             equal.append(sum(a == b for a, b in zip(found, wanted, strict=True)))
             count += options.new
             print(wiring, schedule, equal[-1], "of", options.new, repr(tokenizer.decode(found)), flush=True)
@@ -103,7 +104,7 @@ def main() -> None:
     name = Path(options.checkpoint).name
     result = {"benchmark": "generate", "emulated": False, "interpreted": True, "model": name, "tp": 1, "batch": 1, "rows": rows}
     result["notes"] = [
-        "The same kernels on Triton's interpreter, on a CPU, one prompt at a time "
+        "The same kernels on Triton's interpreter, on a CPU, one prompt at a time, every second one with weights in pairs "
         f"(ladder's schedules by turns: {', '.join(SCHEDULES[: options.prompts])}), against transformers'",
         "own forward in float32, where no near tie is left for rounding to decide.",
     ]
