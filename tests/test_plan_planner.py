@@ -113,7 +113,7 @@ def test_one_rank_sends_nothing():
     [row] = plan("llama-3.1-8b", device="h100", tp=[1])
     assert row.allreduce_us == 0
     assert row.speedup["ladder"] == pytest.approx(1.0)
-    assert row.speedup[TWO_LANES] > 1.005  # the gaps of one lane, which two fill, are small
+    assert row.speedup[TWO_LANES] > 1.01
 
 
 def test_a_model_that_does_not_fit_is_an_error_with_the_numbers_and_a_row_that_does_not_fit_is_marked():
