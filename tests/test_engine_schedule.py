@@ -238,6 +238,7 @@ def test_tiles_of_a_woven_line() -> None:
     sets = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 2560)
     woven = [tiles for tiles in sets if "woven" in tiles.schedules]
     assert (woven[0].qkv.walkers, woven[0].gate_up.walkers, woven[0].gate_up.turn, woven[0].splits) == (1, 1, 0.6, 16)
+    assert [tiles.gate_up.second for tiles in woven] == [True, False]
     assert len(woven) == 2
     assert all(tiles.schedules == ("one", "two") for tiles in sets if tiles not in woven)
     long = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 32768)

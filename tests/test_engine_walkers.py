@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the 
 
 
 @pytest.mark.parametrize("silent", [True, False])
-def test_walkers_that_read_before_they_wait(silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("second", [True, False])
+def test_walkers_that_read_before_they_wait(second: bool, silent: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers whether the newest output comes last or all at once. Here nothing runs early; tests/gpu has the real thing."""
     ignored = SimpleNamespace(gdc_wait=lambda: None, gdc_launch_dependents=lambda: None)
     for kernels in (kernels_project, kernels_walk, kernels_attention):
@@ -28,7 +29,7 @@ def test_walkers_that_read_before_they_wait(silent: bool, monkeypatch: pytest.Mo
     monkeypatch.setattr(NoReducer, "silent", silent)
     monkeypatch.setattr(NoReducer, "reduce", lambda *_: None)
     walk = Tile(2, 64, 1, walkers=1, turn=0.5)
-    made = replace(tiles(1, 2), qkv=walk, gate_up=walk)
+    made = replace(tiles(1, 2), qkv=walk, gate_up=replace(walk, second=second))
     noted: list[int] = []
     how = Launcher.waits
     monkeypatch.setattr(Launcher, "waits", lambda self, before: noted.append(how(self, before)) or noted[-1])
@@ -41,8 +42,11 @@ def test_walkers_that_read_before_they_wait(silent: bool, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("deltas", [1, 2, 3])
+@pytest.mark.parametrize("second", [False, True])
 @pytest.mark.parametrize(("pdl", "before"), [(1, "start wait"), (2, "wait"), (BEHIND, ""), (BEHIND_BUT_NEWEST, "wait")])
-def test_what_a_walker_reads_before_it_waits(pdl: int, before: str, deltas: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_walker_reads_before_it_waits(
+    pdl: int, before: str, second: bool, deltas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What may still be on its way is there only once the kernel has waited, and the next one is let in only after that."""
     hidden, rows, programs = 64, 12, 2  # three blocks of two rows a program
     generator = torch.Generator().manual_seed(4)
@@ -64,7 +68,7 @@ def test_what_a_walker_reads_before_it_waits(pdl: int, before: str, deltas: int,
     deltas_given = [*given, *[norm] * (3 - deltas)]
     kernels_walk.norm_walk[(programs,)](
         stream, *deltas_given, new, norm, paired(weights), out, 1e-5, rows,
-        K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, TURN=1, PDL=pdl,
+        K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, SECOND=second, TURN=1, PDL=pdl,
     )  # fmt: skip
     x = stream + outputs.sum(0)
     torch.testing.assert_close(new, x)
@@ -92,7 +96,8 @@ def test_pairs_of_weights_of_every_type(dtype: torch.dtype) -> None:
 
     before = (x, norm, norm, norm, torch.empty(columns), norm)  # nothing to absorb
     constants = {"K": columns, "KEEP": True, "DELTAS": 0, "GATED": False, "PDL": 0}
-    for kernel, more in ((kernels_walk.norm_walk, {"TURN": 0}), (kernels_walk.norm_walk_shared, {"TILES": 2})):
+    walks = [(kernels_walk.norm_walk, {"SECOND": second, "TURN": 0}) for second in (False, True)]
+    for kernel, more in (*walks, (kernels_walk.norm_walk_shared, {"TILES": 2})):
         found = out()
         kernel[(2,)](*before, paired(weights), found, 1e-5, rows, WIDTH=128, PIECE=64, ROWS=4, **constants, **more)
         check(found, normed)

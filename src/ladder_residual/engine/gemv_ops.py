@@ -25,6 +25,7 @@ class Tile:
     warps: int
     depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
     walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
+    second: bool = False  # of walkers: their second block is asked for as soon as x is there, which takes registers
     shared: int = 0  # of walkers: tiles in shared memory, requested before their input is there; 0: one, in registers
     paired: bool = (
         False  # of a program of a few rows: whether it reads two weights as one (kernels_project.py), as walkers always do
@@ -92,7 +93,7 @@ class GemvTiles:
         # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, sixteen programs
         # of attention were a little better than eight; more would queue, unless the context is so long that each would lag.
         beside = min(splits, _power_of_two_below(max(16 // sizes.kv_heads, max_context // 320)))
-        turned = replace(walk, turn=0.6)
+        turned = replace(walk, turn=0.6, second=True, registers=104)  # with which down's programs still fit beside them
         woven = replace(wide, qkv=walk, gate_up=turned, slices=1, splits=beside, attention_warps=4)
         return [
             *(replace(tiles, schedules=("one", "two")) for tiles in made),
@@ -222,7 +223,7 @@ class GemvOps:
             blocks = triton.cdiv(rows, per_program)
             programs = walking(blocks, tile.walkers * self._multiprocessors)
             turn = int(tile.turn * triton.cdiv(blocks, programs))
-            kernel, constants = self._walk.norm_walk, {"TURN": turn}
+            kernel, constants = self._walk.norm_walk, {"TURN": turn, "SECOND": tile.second}
             if tile.shared:
                 kernel, constants = self._walk.norm_walk_shared, {"TILES": tile.shared}
             piece = triton.next_power_of_2(triton.cdiv(self.sizes.hidden, programs))

@@ -4,8 +4,8 @@
 ``norm_walk_shared`` the same with several tiles in shared memory, requested while the input is still awaited
 
 Whoever is launched early holds the line up from the end of its wait to its first product, so little stands between them: weights are
-read in pairs, and the new stream is stored by pieces that are read again (out of the registers that hold all of x it took a third of
-the kernel's instructions).
+read in pairs, and the new stream is stored last, by pieces that are read again (out of the registers that hold all of x it took a third
+of the kernel's instructions). No kernel that may run beside this one writes what a piece is made of.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def norm_walk(
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
     GATED: tl.constexpr,
+    SECOND: tl.constexpr,  # whether the second block is asked for as soon as x is there, not behind the first one's products
     TURN: tl.constexpr,  # with PDL of 2 and more: the block of the walk after which the next kernel may start
     PDL: tl.constexpr,
 ):
@@ -90,18 +91,25 @@ def norm_walk(
         if PDL > 0 and PDL != 3:
             tl_cuda.gdc_wait()
         x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, CACHE)
-    if DELTAS > 0:
-        _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, CACHE)
+    if SECOND:
+        second = _whole_rows(w_ptr, own + programs, N, pairs, K, ROWS, GATED)
     rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
     even, odd = _apart(x * g.to(tl.float32), WIDTH)
     PER: tl.constexpr = ROWS // 2 if GATED else ROWS
-    for block in range(own, tl.cdiv(N, PER), programs):
+    begin = own
+    if SECOND:
+        _finish_block(w, even, odd, rms, own, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
+        w = second
+        begin = own + programs
+    for block in range(begin, tl.cdiv(N, PER), programs):
         ahead = _whole_rows(w_ptr, block + programs, N, pairs, K, ROWS, GATED)
         _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
         w = ahead
         if PDL > 1:  # noqa: SIM102  joined by "and", both would be asked at run time
             if block == own + TURN * programs:
                 _let_the_next_one_start()
+    if DELTAS > 0:
+        _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, CACHE)
     if PDL > 1:  # a walk that was too short for it
         _let_the_next_one_start()
 
