@@ -88,7 +88,8 @@ class GemvTiles:
         fits = itemsize == 2 and 3 * walk.rows * walk.block_k * itemsize + SCRATCH <= shared
         wide = replace(one, output=_tile(8, 4, 1, inner), down=_tile(4, 8, 1, ff)).in_pairs()
         rank = [one, *([waiting] if fits else []), wide, two, rank[0]]
-        whole = [replace(whole[0], qkv=walk, gate_up=walk, splits=half, slices=1, attention_warps=4), *whole]
+        wider = replace(walk, registers=96)
+        whole = [replace(whole[0], qkv=wider, gate_up=wider, splits=half, slices=1, attention_warps=4), *whole]
         made = rank + whole[:1] if few_rows else whole + rank[:1]
         # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, sixteen programs
         # of attention were a little better than eight; more would queue, unless the context is so long that each would lag.
