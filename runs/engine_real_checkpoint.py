@@ -35,11 +35,12 @@ PROMPTS = [
 ]
 
 
-def regret(judge: Any, sequences: torch.Tensor, mask: torch.Tensor, prompt: int, end: int) -> torch.Tensor:
+def regret(judge: Any, sequences: torch.Tensor, mask: torch.Tensor, prompt: int) -> torch.Tensor:
     """Logits between the judge's best token and the chosen one, for every new token; none was allowed to end the text."""
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = judge(input_ids=sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, prompt - 1 : -1]
-    logits[..., end] = -torch.inf
+    ends = judge.generation_config.eos_token_id
+    logits[..., ends if isinstance(ends, list) else [ends]] = -torch.inf
     chosen = logits.gather(-1, sequences[:, prompt:, None])[..., 0]
     return logits.max(-1).values - chosen
 
@@ -91,7 +92,7 @@ def main() -> None:
             "equal_before_first_difference": [int(one.int().cumprod(0).sum()) for one in equal],
         }
         for kind in ("torch", "cuda"):
-            gap = regret(judge, tokens[kind], full_mask, prompt, tokenizer.eos_token_id)
+            gap = regret(judge, tokens[kind], full_mask, prompt)
             row[f"{kind}_float32_agrees"] = round(float((gap == 0).float().mean()), 4)
             row[f"{kind}_largest_regret"] = round(float(gap.max()), 4)
         row["text"] = tokenizer.decode(tokens["cuda"][0, prompt:])[:200]

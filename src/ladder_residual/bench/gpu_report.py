@@ -86,7 +86,9 @@ def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
         ("batch 64 at 18 us: ladder over standard without communication", 0.97, of("of_no_comm_bound", 64, "18us", "ladder")),
     ]
     ours = "ladder-residual, standard"
-    shares = [run[ours]["roofline_share"] for run in peers]
+    alone = [r for r in results if r["benchmark"] == "decode" and (r["model"], r["tp"], r["layers"]) == ("llama-3.1-8b", 1, 32)]
+    shares = [row["roofline_share"] for run in alone for row in run["rows"] if (row["batch"], row["wiring"]) == (1, "standard")]
+    shares += [run[ours]["roofline_share"] for run in peers]
     wanted.append(("8B on the whole card, standard: roofline share", 0.85, shares))
     for peer in dict.fromkeys(name for run in peers for name in run if not name.startswith("ladder-residual")):
         ratios = [run[peer]["ms_per_token"] / run[ours]["ms_per_token"] for run in peers if peer in run]
