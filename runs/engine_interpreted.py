@@ -38,9 +38,10 @@ CPU = torch.device("cpu")
 
 
 def tiles(hidden: int, *, in_pairs: bool) -> GemvTiles:
-    """Large: each program costs the interpreter milliseconds. Gate/up and the head walk, the others take their rows in two pieces."""
+    """Large: each program costs the interpreter milliseconds. Gate/up and the head walk, the others take their rows in two pieces. With
+    pairs gate/up asks for its second block as early as a woven step's does."""
     width = 1 << (hidden - 1).bit_length()
-    rows, walk = Tile(128, width // 2, 1, 1), Tile(128, width, 1, walkers=1)
+    rows, walk = Tile(128, width // 2, 1, 1), Tile(128, width, 1, walkers=1, second=in_pairs)
     made = GemvTiles(rows, rows, walk, rows, Tile(512, width, 1, walkers=1), slices=1, splits=2, block_t=16)
     return made.in_pairs() if in_pairs else made
 
