@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import re
+import runpy
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +31,11 @@ from ladder_residual.parallel import World
 from ladder_residual.presets import ModelShape, presets
 
 ROOT = Path(__file__).parent.parent
+
+
+def script(name: str) -> SimpleNamespace:
+    """What a file of ``runs`` defines."""
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "runs" / f"{name}.py")))
 
 
 def test_fixed_and_linear_links() -> None:
@@ -200,6 +205,36 @@ def test_a_missed_target_is_shown() -> None:
     assert "| ladder over standard at 5us | >= 1.25 | - | - |" in part  # a part of the model is no evidence for the whole
 
 
+def test_a_whole_8b_counts_with_its_peers_and_alone() -> None:
+    run = {"emulated": False, "model": "llama-3.1-8b", "tp": 1, "layers": 32, "read_bandwidth_tb_s": 4.0}
+    rows = [
+        {"batch": 1, "link": "none", "wiring": wiring, "roofline_share": 0.9, "startup_s": 1.0}
+        for wiring in ("standard", "ladder")
+    ]
+    peers = [
+        {"engine": "ladder-residual, standard", "roofline_share": 0.8, "ms_per_token": 4.0},
+        {"engine": "compiled", "roofline_share": 0.4, "ms_per_token": 8.0},
+    ]
+    page = render([{**run, "benchmark": "decode", "rows": rows}, {**run, "benchmark": "peers", "rows": peers}])
+    assert "| 8B on the whole card, standard: roofline share | >= 0.85 | 0.900, 0.800 | reached in 1 of 2 runs |" in page
+    assert "| 8B, time of a token: compiled over ours | >= 1.00 | 2.000 | reached |" in page
+
+
+@pytest.mark.parametrize(("ends", "worst"), [(2, 3.0), ([2, 0], 0.0)])
+def test_the_judge_of_tokens_may_not_end_a_text_either(ends, worst) -> None:
+    """After one word of prompt the second token, 1, was chosen; without its end tokens the judge would choose 0 or the same."""
+
+    class Judge:
+        generation_config = SimpleNamespace(eos_token_id=ends)
+
+        def __call__(self, input_ids, **_):
+            return SimpleNamespace(logits=torch.tensor([4.0, 1.0, 9.0]).repeat(*input_ids.shape, 1))
+
+    sequences = torch.tensor([[0, 1], [0, 1]])
+    found = script("engine_real_checkpoint").regret(Judge(), sequences, torch.ones_like(sequences), 1)
+    assert found.tolist() == [[worst], [worst]]
+
+
 def test_equal_tokens_of_a_dtype_and_of_float32_are_told_apart() -> None:
     run = {"benchmark": "generate", "emulated": False, "model": "smollm2", "tp": 1, "machine": "some CPU", "torch": "2"}
     half = {"wiring": "ladder, float16", "tokens": 8, "equal_tokens": 4}
@@ -224,12 +259,7 @@ def test_report_refuses_an_empty_folder(tmp_path: Path) -> None:
 
 
 def test_models_named_in_runs_exist() -> None:
-    location = importlib.util.spec_from_file_location("engine_sizes", ROOT / "runs" / "engine_sizes.py")
-    assert location is not None
-    assert location.loader is not None
-    module = importlib.util.module_from_spec(location)
-    location.loader.exec_module(module)
-    for name, tp in module.MODELS:
+    for name, tp in script("engine_sizes").MODELS:
         RankSizes.of(presets()[name], tp, tp - 1)
         EngineSpec.from_shape(presets()[name])
 
