@@ -37,11 +37,10 @@ from ladder_residual.parallel import World
 CPU = torch.device("cpu")
 
 
-def tiles(hidden: int, *, in_pairs: bool) -> GemvTiles:
-    """Large: each program costs the interpreter milliseconds. Gate/up and the head walk, the others take their rows in two pieces. With
-    pairs gate/up asks for its second block as early as a woven step's does."""
+def tiles(hidden: int, schedule: str, *, in_pairs: bool) -> GemvTiles:
+    """Large: each program costs the interpreter milliseconds. Gate/up and the head walk, the others take their rows in two pieces."""
     width = 1 << (hidden - 1).bit_length()
-    rows, walk = Tile(128, width // 2, 1, 1), Tile(128, width, 1, walkers=1, second=in_pairs)
+    rows, walk = Tile(128, width // 2, 1, 1), Tile(128, width, 1, walkers=1, second=schedule == "woven")
     made = GemvTiles(rows, rows, walk, rows, Tile(512, width, 1, walkers=1), slices=1, splits=2, block_t=16)
     return made.in_pairs() if in_pairs else made
 
@@ -63,7 +62,9 @@ def greedy(model: Any, prompt: torch.Tensor, new: int, schedule: str, *, in_pair
     reading.last = torch.tensor([prompt.shape[1] - 1])
     logits = torch.full((1, sizes.vocab_rows), float("nan"))
     executor(reading, prompt.shape[1], "one").run(prompt, logits)
-    decode = executor(GemvOps(spec, sizes, weights, cache, tiles(sizes.hidden, in_pairs=in_pairs), pdl=0), 1, schedule)
+    decode = executor(
+        GemvOps(spec, sizes, weights, cache, tiles(sizes.hidden, schedule, in_pairs=in_pairs), pdl=0), 1, schedule
+    )
     end = model.generation_config.eos_token_id
     tokens = []
     for position in range(prompt.shape[1], prompt.shape[1] + new):

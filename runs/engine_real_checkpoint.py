@@ -40,7 +40,8 @@ def regret(judge: Any, sequences: torch.Tensor, mask: torch.Tensor, prompt: int)
     positions = (mask.cumsum(-1) - 1).clamp(min=0)
     logits = judge(input_ids=sequences, attention_mask=mask, position_ids=positions, use_cache=False).logits[:, prompt - 1 : -1]
     ends = judge.generation_config.eos_token_id
-    logits[..., ends if isinstance(ends, list) else [ends]] = -torch.inf
+    if ends is not None:
+        logits[..., ends] = -torch.inf
     chosen = logits.gather(-1, sequences[:, prompt:, None])[..., 0]
     return logits.max(-1).values - chosen
 

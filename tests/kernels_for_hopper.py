@@ -19,7 +19,7 @@ from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
 from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles
 from ladder_residual.engine.launcher import Launcher
-from ladder_residual.engine.reducers import EmulatedReducer
+from ladder_residual.engine.reducers import EmulatedReducer, NoReducer
 from ladder_residual.engine.row_ops import RowOps, RowTiles
 from ladder_residual.engine.schedule import plan_steps
 from ladder_residual.engine.spec import EngineSpec, RankSizes
@@ -86,7 +86,7 @@ def kind_of(value):
     return "i32" if isinstance(value, int) else "fp32"
 
 
-def compile_step(wiring, batch, ops_of, schedule):
+def compile_step(wiring, batch, ops_of, schedule, sums=None):
     cache = KVCache(spec, sizes, batch, 2048, torch.bfloat16, "cpu")
     ops = ops_of(spec, sizes, weights, cache)
     ops.launchers = [Compiling(), Compiling()]
@@ -95,7 +95,8 @@ def compile_step(wiring, batch, ops_of, schedule):
     )
     plan = plan_steps(Wiring.parse(wiring, SHAPE.num_layers), schedule)
     executor = Executor(
-        plan, ops, NoSum(), RecordingStreams(), rows=batch, hidden=sizes.hidden, tp=8, dtype=torch.bfloat16, device=torch.device("cpu")
+        plan, ops, sums or NoSum(), RecordingStreams(), rows=batch, hidden=sizes.hidden, tp=8, dtype=torch.bfloat16,
+        device=torch.device("cpu"),
     )  # fmt: skip
     logits = torch.empty(batch, sizes.vocab_rows, dtype=torch.bfloat16)
     executor.run(torch.zeros(batch, dtype=torch.int64), logits)
@@ -116,6 +117,8 @@ class NoSum(EmulatedReducer):
 if __name__ == "__main__":
     for tiles in GemvTiles.candidates(sizes, 2048):
         compile_step("ladder", 1, lambda *a, tiles=tiles: GemvOps(*a, tiles, reads_before=True), tiles.schedules[0])
+        if "woven" in tiles.schedules:  # without a link gate/up waits for nothing before it reads
+            compile_step("ladder", 1, lambda *a, tiles=tiles: GemvOps(*a, tiles, reads_before=True), "woven", NoReducer())
     compile_step("desync-3x", 1, lambda *a: GemvOps(*a, GemvTiles.candidates(sizes, 2048)[0]), "one")
     compile_step("parallel", 4, GemmOps, "one")
     for rows in RowTiles.candidates(sizes):

@@ -330,5 +330,6 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
         if made["kernel"] == "norm_walk_shared":  # its first tiles are asked for before the previous kernel has ended
             assert made["copies_before_the_wait"] == made["constants"]["TILES"], made
         assert (made["past_l1"] > 0) == (made["constants"].get("PDL", 0) >= BEHIND), made
-    walks = {made["constants"]["PDL"] for made in compiled if made["kernel"] == "norm_walk"}
-    assert walks == {1, 2, BEHIND, BEHIND_BUT_NEWEST}
+    walks = {(made["constants"]["PDL"], made["constants"]["SECOND"]) for made in compiled if made["kernel"] == "norm_walk"}
+    early = {(how, second) for how in (BEHIND, BEHIND_BUT_NEWEST) for second in (False, True)}
+    assert walks == {(1, False), (2, False), *early}

@@ -42,10 +42,10 @@ def test_walkers_that_read_before_they_wait(second: bool, silent: bool, monkeypa
 
 
 @pytest.mark.parametrize("deltas", [1, 2, 3])
-@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize(("second", "turn"), [(False, 1), (True, 1), (True, 0)])
 @pytest.mark.parametrize(("pdl", "before"), [(1, "start wait"), (2, "wait"), (BEHIND, ""), (BEHIND_BUT_NEWEST, "wait")])
 def test_what_a_walker_reads_before_it_waits(
-    pdl: int, before: str, second: bool, deltas: int, monkeypatch: pytest.MonkeyPatch
+    pdl: int, before: str, second: bool, turn: int, deltas: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What may still be on its way is there only once the kernel has waited, and the next one is let in only after that."""
     hidden, rows, programs = 64, 12, 2  # three blocks of two rows a program
@@ -68,13 +68,33 @@ def test_what_a_walker_reads_before_it_waits(
     deltas_given = [*given, *[norm] * (3 - deltas)]
     kernels_walk.norm_walk[(programs,)](
         stream, *deltas_given, new, norm, paired(weights), out, 1e-5, rows,
-        K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, SECOND=second, TURN=1, PDL=pdl,
+        K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, SECOND=second, TURN=turn, PDL=pdl,
     )  # fmt: skip
     x = stream + outputs.sum(0)
     torch.testing.assert_close(new, x)
     torch.testing.assert_close(out, weights @ (x * torch.rsqrt(x.square().mean() + 1e-5) * norm), rtol=1e-4, atol=1e-4)
     let_in = ["wait", "start"] * 2 if pdl > 1 else []  # at its turn, and at the end for walks that are too short
     assert log == [*before.split(), *let_in] * programs
+
+
+@pytest.mark.parametrize(("rows", "programs"), [(2, 2), (4, 2), (6, 2), (10, 2), (14, 4)])
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_second_block_that_only_some_programs_have(rows: int, programs: int, gated: bool) -> None:
+    """Programs with no block, with one, with two and with three, the last not full."""
+    hidden, channels = 64, rows // 2 if gated else rows
+    generator = torch.Generator().manual_seed(8)
+    x, norm, output = (torch.randn(hidden, generator=generator) for _ in range(3))
+    weights = torch.randn(rows, hidden, generator=generator)
+    out, new = torch.full((channels,), float("nan")), torch.full((hidden,), float("nan"))
+    kernels_walk.norm_walk[(programs,)](
+        x, output, norm, norm, new, norm, paired(weights), out, 1e-5, channels,
+        K=hidden, WIDTH=hidden, PIECE=32, ROWS=4, KEEP=True, DELTAS=1, GATED=gated, SECOND=True, TURN=0, PDL=0,
+    )  # fmt: skip
+    total = x + output
+    y = weights @ (total * torch.rsqrt(total.square().mean() + 1e-5) * norm)
+    wanted = torch.nn.functional.silu(y[:channels]) * y[channels:] if gated else y
+    torch.testing.assert_close(new, total)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -25,7 +25,7 @@ class Tile:
     warps: int
     depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
     walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
-    second: bool = False  # of walkers: their second block is asked for as soon as x is there, which takes registers
+    second: bool = False  # of walkers: their second block is asked for before the first sum over threads (kernels_walk.py)
     shared: int = 0  # of walkers: tiles in shared memory, requested before their input is there; 0: one, in registers
     paired: bool = (
         False  # of a program of a few rows: whether it reads two weights as one (kernels_project.py), as walkers always do
@@ -80,7 +80,7 @@ class GemvTiles:
         ]
         if hidden > WIDEST_WALK:
             return rank + whole if few_rows else whole + rank
-        # Pairs: faster for a 70B rank in one lane and woven, slower for a whole 8B model, more registers for gate/up by a few rows.
+        # Pairs: faster for a 70B rank in one lane and woven; more registers for gate/up by a few rows. Registers of walkers: as timed.
         walk, down = _walk(4, hidden), _tile(8, 4, 1, ff)
         one = replace(rank[0], gate_up=walk, down=down).in_pairs()
         two = replace(rank[0], qkv=_walk(2, hidden), output=_tile(16, 4, 1, inner), down=down, slices=1, attention_warps=4)
@@ -94,7 +94,7 @@ class GemvTiles:
         # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, sixteen programs
         # of attention were a little better than eight; more would queue, unless the context is so long that each would lag.
         beside = min(splits, _power_of_two_below(max(16 // sizes.kv_heads, max_context // 320)))
-        turned = replace(walk, turn=0.6, second=True, registers=104)  # with which down's programs still fit beside them
+        turned = replace(walk, turn=0.6, second=True, registers=104)
         woven = replace(wide, qkv=walk, gate_up=turned, slices=1, splits=beside, attention_warps=4)
         return [
             *(replace(tiles, schedules=("one", "two")) for tiles in made),

@@ -1,6 +1,6 @@
 """Absorb outputs + RMSNorm + projection, as in ``kernels_project.py``, by programs that walk over the rows.
 
-``norm_walk``        programs that hold all of x, so that x is read once a program, and always one block of rows ahead
+``norm_walk``        programs that hold all of x, so that x is read once a program, and a block of rows ahead
 ``norm_walk_shared`` the same with several tiles in shared memory, requested while the input is still awaited
 
 Whoever is launched early holds the line up from the end of its wait to its first product, so little stands between them: weights are
@@ -70,7 +70,7 @@ def norm_walk(
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
     GATED: tl.constexpr,
-    SECOND: tl.constexpr,  # whether the second block is asked for as soon as x is there, not behind the first one's products
+    SECOND: tl.constexpr,  # whether the second block is asked for before anything is summed over threads, x's squares included
     TURN: tl.constexpr,  # with PDL of 2 and more: the block of the walk after which the next kernel may start
     PDL: tl.constexpr,
 ):
@@ -101,6 +101,8 @@ def norm_walk(
         _finish_block(w, even, odd, rms, own, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
         w = second
         begin = own + programs
+        if PDL > 1 and TURN == 0:
+            _let_the_next_one_start()
     for block in range(begin, tl.cdiv(N, PER), programs):
         ahead = _whole_rows(w_ptr, block + programs, N, pairs, K, ROWS, GATED)
         _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
