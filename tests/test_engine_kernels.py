@@ -330,6 +330,9 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
         if made["kernel"] == "norm_walk_shared":  # its first tiles are asked for before the previous kernel has ended
             assert made["copies_before_the_wait"] == made["constants"]["TILES"], made
         assert (made["past_l1"] > 0) == (made["constants"].get("PDL", 0) >= BEHIND), made
+        waits_for_a_sum = made["constants"].get("LATER", 0) > 0 and made["constants"]["PDL"] == BEHIND_BUT_NEWEST
+        assert made["into_l2"] == waits_for_a_sum, made
     walks = {(made["constants"]["PDL"], made["constants"]["SECOND"]) for made in compiled if made["kernel"] == "norm_walk"}
+    assert any(made["into_l2"] for made in compiled)
     early = {(how, second) for how in (BEHIND, BEHIND_BUT_NEWEST) for second in (False, True)}
     assert walks == {(1, False), (2, False), *early}

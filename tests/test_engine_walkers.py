@@ -10,7 +10,7 @@ import torch
 
 from ladder_residual.config import Wiring
 from ladder_residual.engine import kernels_attention, kernels_project, kernels_walk
-from ladder_residual.engine.gemv_ops import GemvOps, Tile, paired
+from ladder_residual.engine.gemv_ops import GemvOps, Tile, paired, shares, walking
 from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.spec import EngineSpec
@@ -67,8 +67,9 @@ def test_what_a_walker_reads_before_it_waits(
     out, new = torch.full((rows,), float("nan")), torch.full((hidden,), float("nan"))
     deltas_given = [*given, *[norm] * (3 - deltas)]
     kernels_walk.norm_walk[(programs,)](
-        stream, *deltas_given, new, norm, paired(weights), out, 1e-5, rows,
-        K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False, SECOND=second, TURN=turn, PDL=pdl,
+        stream, *deltas_given, new, norm, paired(weights), out, paired(weights), 1e-5, rows,
+        FEW=3, MANY=3, EARLY=programs, K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False,
+        SECOND=second, THREADS=32, LATER=0, TURN=turn, PDL=pdl,
     )  # fmt: skip
     x = stream + outputs.sum(0)
     torch.testing.assert_close(new, x)
@@ -77,18 +78,21 @@ def test_what_a_walker_reads_before_it_waits(
     assert log == [*before.split(), *let_in] * programs
 
 
-@pytest.mark.parametrize(("rows", "programs"), [(2, 2), (4, 2), (6, 2), (10, 2), (14, 4)])
+@pytest.mark.parametrize("lead", [1, 0.5])
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize(("rows", "programs"), [(2, 2), (4, 2), (6, 2), (10, 2), (14, 4), (62, 4), (94, 3)])
 @pytest.mark.parametrize("gated", [False, True])
-def test_a_second_block_that_only_some_programs_have(rows: int, programs: int, gated: bool) -> None:
-    """Programs with no block, with one, with two and with three, the last not full."""
+def test_blocks_that_only_some_programs_have(rows: int, programs: int, gated: bool, second: bool, lead: float) -> None:
+    """Programs with no block, with one, with two and with many, the last not full; with a lead the first take what is left over."""
     hidden, channels = 64, rows // 2 if gated else rows
     generator = torch.Generator().manual_seed(8)
     x, norm, output = (torch.randn(hidden, generator=generator) for _ in range(3))
     weights = torch.randn(rows, hidden, generator=generator)
     out, new = torch.full((channels,), float("nan")), torch.full((hidden,), float("nan"))
     kernels_walk.norm_walk[(programs,)](
-        x, output, norm, norm, new, norm, paired(weights), out, 1e-5, channels,
-        K=hidden, WIDTH=hidden, PIECE=32, ROWS=4, KEEP=True, DELTAS=1, GATED=gated, SECOND=True, TURN=0, PDL=0,
+        x, output, norm, norm, new, norm, paired(weights), out, paired(weights), 1e-5, channels,
+        **dict(zip(("FEW", "MANY", "EARLY"), shares(-(-channels // (2 if gated else 4)), programs, lead), strict=True)),
+        K=hidden, WIDTH=hidden, PIECE=32, ROWS=4, KEEP=True, DELTAS=1, GATED=gated, SECOND=second, THREADS=32, LATER=0, TURN=0, PDL=0,
     )  # fmt: skip
     total = x + output
     y = weights @ (total * torch.rsqrt(total.square().mean() + 1e-5) * norm)
@@ -116,10 +120,11 @@ def test_pairs_of_weights_of_every_type(dtype: torch.dtype) -> None:
 
     before = (x, norm, norm, norm, torch.empty(columns), norm)  # nothing to absorb
     constants = {"K": columns, "KEEP": True, "DELTAS": 0, "GATED": False, "PDL": 0}
-    walks = [(kernels_walk.norm_walk, {"SECOND": second, "TURN": 0}) for second in (False, True)]
-    for kernel, more in (*walks, (kernels_walk.norm_walk_shared, {"TILES": 2})):
+    walk = {"FEW": 3, "MANY": 3, "EARLY": 2, "THREADS": 32, "LATER": 0, "TURN": 0}
+    walks = [(kernels_walk.norm_walk, [paired(weights)], {**walk, "SECOND": second}) for second in (False, True)]
+    for kernel, later, more in (*walks, (kernels_walk.norm_walk_shared, [], {"TILES": 2})):
         found = out()
-        kernel[(2,)](*before, paired(weights), found, 1e-5, rows, WIDTH=128, PIECE=64, ROWS=4, **constants, **more)
+        kernel[(2,)](*before, paired(weights), found, *later, 1e-5, rows, WIDTH=128, PIECE=64, ROWS=4, **constants, **more)
         check(found, normed)
     inner = x.to(dtype)
     for word, given in ((1, weights), (2, paired(weights))):
@@ -133,3 +138,27 @@ def test_pairs_of_weights_of_every_type(dtype: torch.dtype) -> None:
             inner, given, x, norm, found, 1.0, rows, K=columns, **few, DEPTH=1, ADD_STREAM=False, ADD_OTHER=False, PDL=0
         )  # fmt: skip
         check(found, inner.float())
+
+
+@pytest.mark.parametrize("lead", [1, 0.5, 0.3])
+@pytest.mark.parametrize("blocks", [1, 3, 131, 132, 133, 264, 320, 1792, 4008])
+def test_every_block_has_one_walker(blocks: int, lead: float) -> None:
+    """The walks as norm_walk makes them: programs in turn, and behind the common rounds the first ones in turn."""
+    programs = walking(blocks, 132)
+    few, many, early = shares(blocks, programs, lead)
+    assert 1 <= few <= many
+    assert 1 <= early <= programs
+    walked = []
+    for own in range(programs):
+        block = own
+        for at in range(many if own < early else few):
+            walked.append(block)
+            block += programs if at < few else early
+    assert sorted(block for block in walked if block < blocks) == list(range(blocks))
+
+
+def test_no_more_is_asked_for_than_there_is() -> None:
+    pairs = torch.empty(100, 10, dtype=torch.int32)
+    assert Tile(4, 64, 1, later=64).asked_by(2, pairs) == 16
+    assert Tile(4, 64, 1, later=4000).asked_by(8, pairs) == 124  # of 125, in whole 16 bytes
+    assert Tile(4, 64, 1).asked_by(8, pairs) == 0

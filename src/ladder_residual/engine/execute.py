@@ -59,7 +59,8 @@ class Executor:
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         self.plan, self.ops, self.reducer, self.streams, self.tp = plan, ops, reducer, streams, tp
-        self._lanes = [Lane(rows, hidden, device) for _ in range(plan.copies)]
+        aside = any(step.aside for step in plan.steps)
+        self._lanes = [Lane(rows, hidden, device, aside=aside) for _ in range(plan.copies)]
         self._lane_names = ["main"] if plan.lanes == 1 else ["attention", "main"]
         self._embedding = reducer.allocate(rows, hidden, dtype, device)
         self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]

@@ -24,7 +24,7 @@ def absorb_norm(
     from . import kernels_small
 
     rows, k = out.shape
-    old, new = lane.advance() if absorbed else (lane.stream, lane.stream)
+    old, new = lane.advance(aside=step.aside) if absorbed else (lane.stream, lane.stream)
     deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
     launch(
         kernels_small.absorb_norm, (rows,), old, *deltas, new, norm, out, eps,

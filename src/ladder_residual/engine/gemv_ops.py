@@ -12,7 +12,7 @@ from ._triton import triton
 from .cache import KVCache
 from .lane import Lane
 from .launcher import Launcher
-from .multiprocessors import multiprocessors
+from .multiprocessors import copies_in_bulk, multiprocessors
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
 from .weights import LayerWeights, RankWeights
@@ -25,17 +25,25 @@ class Tile:
     warps: int
     depth: int = 2  # tiles requested ahead of use: 1 to 3 in registers (one token), more in shared memory (row_ops.py)
     walkers: int = 0  # programs a multiprocessor that hold all of x and walk over the rows; 0: a program for each ``rows``
-    second: bool = False  # of walkers: their second block is asked for before the first sum over threads (kernels_walk.py)
+    second: bool = False  # of walkers: their second block is asked for before the first is multiplied (kernels_walk.py)
     shared: int = 0  # of walkers: tiles in shared memory, requested before their input is there; 0: one, in registers
     paired: bool = (
         False  # of a program of a few rows: whether it reads two weights as one (kernels_project.py), as walkers always do
     )
     registers: int | None = None  # of a thread, at most; None: the compiler's choice
+    later: int = 0  # of gate/up's walkers: bytes of the output product's weights each asks for while it waits for a sum
+    lead: float = (
+        1  # of walkers: the share of them, the first to be launched, that take over the last round of all (``shares``)
+    )
     turn: float = 0  # of walkers in a woven line: the share of their walk after which the next product may begin
 
     def words(self, weight: Tensor) -> tuple[Tensor, int]:
         """As a program of a few rows reads it, and how many weights are one element."""
         return (paired(weight), 2) if self.paired and weight.shape[-1] % 2 == 0 else (weight, 1)
+
+    def asked_by(self, programs: int, pairs: Tensor) -> int:
+        """How many pairs of the weights of a later kernel each program asks for: whole 16 bytes, no more than there are."""
+        return min(self.later // pairs.element_size(), pairs.numel() // programs) // 4 * 4
 
 
 @dataclass(frozen=True)
@@ -94,8 +102,10 @@ class GemvTiles:
         # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, sixteen programs
         # of attention were a little better than eight; more would queue, unless the context is so long that each would lag.
         beside = min(splits, _power_of_two_below(max(16 // sizes.kv_heads, max_context // 320)))
-        turned = replace(walk, turn=0.6, second=True, registers=104)
-        woven = replace(wide, qkv=walk, gate_up=turned, slices=1, splits=beside, attention_warps=4)
+        turned = replace(walk, turn=0.6, second=True, lead=0.5, later=32 << 10, registers=112)
+        woven = replace(
+            one, qkv=walk, gate_up=turned, down=replace(wide.down, registers=48), slices=1, splits=beside, attention_warps=4
+        )
         return [
             *(replace(tiles, schedules=("one", "two")) for tiles in made),
             *(replace(tiles, schedules=("woven",)) for tiles in (woven, made[0])),
@@ -138,6 +148,15 @@ def walking(blocks: int, most: int) -> int:
     return triton.cdiv(blocks, triton.cdiv(blocks, most))
 
 
+def shares(blocks: int, programs: int, lead: float) -> tuple[int, int, int]:
+    """Blocks that each program walks over, blocks that the first ones walk over, and how many these are. Programs that find a free
+    multiprocessor at once begin before those that wait for one; with a ``lead`` below 1 they alone share the last rounds."""
+    few, early = blocks // programs, programs
+    if lead < 1 and few > 2:
+        few, early = few - 1, max(int(lead * programs), 1)
+    return few, few + triton.cdiv(blocks - few * programs, early), early
+
+
 def _power_of_two_below(value: int) -> int:
     return 1 << (max(value, 1).bit_length() - 1)
 
@@ -169,7 +188,7 @@ class GemvOps:
         device = weights.device
         self.launchers = [Launcher(pdl, carveout=tiles.carveout) for _ in range(2)]
         self.early_sums, self.reads_before = tiles.early_sums, reads_before
-        self._multiprocessors = multiprocessors(device)
+        self._multiprocessors, self._bulk = multiprocessors(device), copies_in_bulk(device)
         make = torch.empty
         self._qkv = make(
             tiles.slices, sizes.qkv_width, dtype=torch.float32 if tiles.slices > 1 else weights.dtype, device=device
@@ -203,7 +222,7 @@ class GemvOps:
     def gate_up(self, step: Step, lane: Lane, absorbed: Sequence[Tensor]) -> None:
         w, t = self.weights.layers[step.layer], self.tiles
         norm = w.first_norm if step.first_norm else w.second_norm
-        self._norm_project(step, lane, absorbed, norm, w.gate_up, self._act, t.gate_up, gated=True)
+        self._norm_project(step, lane, absorbed, norm, w.gate_up, self._act, t.gate_up, gated=True, later=w.output)
 
     def down(self, step: Step, lane: Lane, message: Tensor, other: Tensor | None) -> None:
         launch, down = self.launchers[step.lane], self.weights.layers[step.layer].down
@@ -214,22 +233,27 @@ class GemvOps:
 
     def _norm_project(
         self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor, weight: Tensor, out: Tensor, tile: Tile,
-        *, slices: int = 1, gated: bool = False,
+        *, slices: int = 1, gated: bool = False, later: Tensor | None = None,
     ) -> None:  # fmt: skip
-        old, new = lane.advance() if absorbed else (lane.stream, lane.stream)
+        """``later``: weights of which a walker may ask for some while it waits."""
+        old, new = lane.advance(aside=step.aside) if absorbed else (lane.stream, lane.stream)
         deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
         rows = weight.shape[0] // 2 if gated else weight.shape[0]
         per_program = tile.rows // 2 if gated else tile.rows
         if tile.walkers:
             blocks = triton.cdiv(rows, per_program)
             programs = walking(blocks, tile.walkers * self._multiprocessors)
-            turn = int(tile.turn * triton.cdiv(blocks, programs))
-            kernel, constants = self._walk.norm_walk, {"TURN": turn, "SECOND": tile.second}
             if tile.shared:
-                kernel, constants = self._walk.norm_walk_shared, {"TILES": tile.shared}
+                kernel, outs, constants = self._walk.norm_walk_shared, [out], {"TILES": tile.shared}
+            else:
+                kernel, outs = self._walk.norm_walk, [out, paired(weight if later is None else later)]
+                few, many, early = shares(blocks, programs, tile.lead)
+                constants = {"FEW": few, "MANY": many, "EARLY": early, "SECOND": tile.second, "THREADS": 32 * tile.warps}
+                constants["TURN"] = int(tile.turn * triton.cdiv(blocks, programs))
+                constants["LATER"] = 0 if later is None or not self._bulk else tile.asked_by(programs, outs[1])
             piece = triton.next_power_of_2(triton.cdiv(self.sizes.hidden, programs))
             self.launchers[step.lane](
-                kernel, (programs,), old, *deltas, new, norm, paired(weight), out, self.spec.norm_eps, rows,
+                kernel, (programs,), old, *deltas, new, norm, paired(weight), *outs, self.spec.norm_eps, rows,
                 K=self.sizes.hidden, WIDTH=tile.block_k, PIECE=piece, ROWS=tile.rows, KEEP=step.keeps_stream,
                 DELTAS=len(absorbed), GATED=gated, **constants, reads_before=not tile.shared, warps=tile.warps, registers=tile.registers,
             )  # fmt: skip
@@ -273,5 +297,5 @@ class GemvOps:
             source, words, lane.stream, message if other is None else other, message, 1.0 / self.sizes.tp, n,
             K=k, WORD=per_word, ROWS=tile.rows, BLOCK_K=tile.block_k,
             ADD_STREAM=step.adds_stream, ADD_OTHER=other is not None, DEPTH=tile.depth,
-            warps=tile.warps,
+            warps=tile.warps, registers=tile.registers,
         )  # fmt: skip

@@ -5,7 +5,9 @@
 
 Whoever is launched early holds the line up from the end of its wait to its first product, so little stands between them: weights are
 read in pairs, and the new stream is stored last, by pieces that are read again (out of the registers that hold all of x it took a third
-of the kernel's instructions). No kernel that may run beside this one writes what a piece is made of.
+of the kernel's instructions). No kernel that may run beside this one writes what a piece is made of. While a sum is awaited (PDL 4)
+the card would run out of reading: part of the output product's weights is asked for into the L2 cache, and the second block right
+behind the newest output, not behind the products of the first.
 """
 
 from __future__ import annotations
@@ -52,6 +54,33 @@ def _store_piece(
 
 
 @triton.jit
+def _nothing(number, THREADS: tl.constexpr):
+    """0, but only behind a barrier of the program and unknown to the compiler: what is added to it cannot be used before the loads that
+    stand in front of it are under way. Left alone, the compiler puts a load behind the products that need not wait for it."""
+    return (tl.max(tl.arange(0, THREADS) + number, axis=0) < 0).to(tl.int32)
+
+
+@triton.jit
+def _into_l2(ptr, BYTES: tl.constexpr):
+    """Asks for BYTES from ``ptr`` on, by one thread and without waiting for them. Hopper and later."""
+    tl.inline_asm_elementwise(
+        """{
+        .reg .pred first;
+        .reg .u32 thread;
+        mov.u32 thread, %tid.x;
+        setp.eq.u32 first, thread, 0;
+        @first cp.async.bulk.prefetch.L2.global [$1], $2;
+        mov.u32 $0, 0;
+        }""",
+        "=r,l,r",
+        [ptr.to(tl.int64), BYTES],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
 def norm_walk(
     x_ptr,  # as in norm_project
     d0_ptr,
@@ -61,8 +90,12 @@ def norm_walk(
     norm_ptr,
     w_ptr,
     out_ptr,  # (N)
+    later_ptr,  # weights of a kernel to come, in pairs
     eps,
     N,
+    FEW,  # blocks that every program walks over
+    MANY,  # blocks that the first EARLY programs walk over
+    EARLY,
     K: tl.constexpr,
     WIDTH: tl.constexpr,  # K rounded up to a power of two
     PIECE: tl.constexpr,  # of the new stream, that each program stores: a power of two
@@ -70,7 +103,9 @@ def norm_walk(
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
     GATED: tl.constexpr,
-    SECOND: tl.constexpr,  # whether the second block is asked for before anything is summed over threads, x's squares included
+    SECOND: tl.constexpr,  # whether the second block is asked for before the first is multiplied
+    THREADS: tl.constexpr,  # of a program
+    LATER: tl.constexpr,  # with PDL of 4: pairs of later_ptr that each program asks for into the L2 cache while it waits
     TURN: tl.constexpr,  # with PDL of 2 and more: the block of the walk after which the next kernel may start
     PDL: tl.constexpr,
 ):
@@ -82,33 +117,43 @@ def norm_walk(
     CACHE: tl.constexpr = ".cg" if PDL > 2 else ""
     if PDL == 4 and DELTAS > 0:
         x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS - 1, CACHE)
+        if LATER > 0:
+            _into_l2(later_ptr + own * LATER, LATER * later_ptr.dtype.element_ty.primitive_bitwidth // 8)
         tl_cuda.gdc_wait()
         newest = d0_ptr if DELTAS == 1 else d1_ptr if DELTAS == 2 else d2_ptr
-        x += tl.load(newest + k, mask=k < K, other=0.0, cache_modifier=CACHE).to(tl.float32)
+        output = tl.load(newest + k, mask=k < K, other=0.0, cache_modifier=CACHE)
+        if SECOND:
+            tl.debug_barrier()  # weights asked for before the output would hold it up
+            second = _whole_rows(w_ptr, own + programs, N, pairs, K, ROWS, GATED)
+            x = (x.to(tl.int32, bitcast=True) + _nothing(own, THREADS)).to(tl.float32, bitcast=True)
+        x += output.to(tl.float32)
     else:
         if PDL == 1:
             tl_cuda.gdc_launch_dependents()
         if PDL > 0 and PDL != 3:
             tl_cuda.gdc_wait()
         x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, CACHE)
-    if SECOND:
-        second = _whole_rows(w_ptr, own + programs, N, pairs, K, ROWS, GATED)
+        if SECOND:
+            second = _whole_rows(w_ptr, own + programs, N, pairs, K, ROWS, GATED)
     rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
     even, odd = _apart(x * g.to(tl.float32), WIDTH)
     PER: tl.constexpr = ROWS // 2 if GATED else ROWS
-    begin = own
+    block, begin = own, 0
     if SECOND:
         _finish_block(w, even, odd, rms, own, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
         w = second
-        begin = own + programs
+        block, begin = own + programs, 1
         if PDL > 1 and TURN == 0:
             _let_the_next_one_start()
-    for block in range(begin, tl.cdiv(N, PER), programs):
-        ahead = _whole_rows(w_ptr, block + programs, N, pairs, K, ROWS, GATED)
+    count = tl.where(own < EARLY, MANY, FEW)
+    for at in range(begin, count):
+        following = tl.where(at + 1 < count, block + tl.where(at < FEW, programs, EARLY), N)  # N: past the last
+        ahead = _whole_rows(w_ptr, following, N, pairs, K, ROWS, GATED)
         _finish_block(w, even, odd, rms, block, N, out_ptr, norm_ptr.dtype.element_ty, ROWS, WIDTH, PER, GATED)
         w = ahead
+        block = following
         if PDL > 1:  # noqa: SIM102  joined by "and", both would be asked at run time
-            if block == own + TURN * programs:
+            if at == TURN:
                 _let_the_next_one_start()
     if DELTAS > 0:
         _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, CACHE)

@@ -10,17 +10,21 @@ class Lane:
     """Float32 stream (rows, hidden) in two buffers: the kernel that absorbs outputs reads one and writes the other, because all
     of its programs read the old stream while one of them stores the new one."""
 
-    def __init__(self, rows: int, hidden: int, device: torch.device | str) -> None:
+    def __init__(self, rows: int, hidden: int, device: torch.device | str, *, aside: bool = False) -> None:
         # poisoned, so that a schedule which reads the stream before it was written shows NaN instead of plausible zeros
         self._buffers = [torch.full((rows, hidden), float("nan"), device=device) for _ in range(2)]
+        self._aside = torch.empty(rows, hidden, device=device) if aside else None
         self._current = 0
 
     @property
     def stream(self) -> Tensor:
         return self._buffers[self._current]
 
-    def advance(self) -> tuple[Tensor, Tensor]:
-        """(old, new) stream buffers; the new one is current from here on."""
+    def advance(self, *, aside: bool = False) -> tuple[Tensor, Tensor]:
+        """(old, new) stream buffers; the new one is current from here on, or, ``aside``, nobody's."""
         old = self._buffers[self._current]
+        if aside:
+            assert self._aside is not None, "made without room for a stream that is not kept"
+            return old, self._aside
         self._current ^= 1
         return old, self._buffers[self._current]

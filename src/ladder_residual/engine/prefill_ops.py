@@ -87,15 +87,16 @@ class PrefillOps:
         return F.silu(gate) * up
 
     def _absorb_norm(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor) -> Tensor:
+        new = lane.stream
         if absorbed:
-            old, new = lane.advance()
+            old, new = lane.advance(aside=step.aside)
             if step.keeps_stream:
                 torch.add(old, absorbed[0], out=new)
             else:
                 new.copy_(absorbed[0])
             for output in absorbed[1:]:
                 new.add_(output)
-        return self._rms(lane.stream, norm).to(self.weights.dtype)
+        return self._rms(new, norm).to(self.weights.dtype)
 
     def _rms(self, x: Tensor, weight: Tensor) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight.float(), self.spec.norm_eps)

@@ -8,8 +8,8 @@ Outputs are numbered: 0 is the embedding, i the i-th module of the chain (attent
 x_i = x_{i-1} + AR(h_i(.)). A step *absorbs* outputs into its lane's copy of the stream before it reads it. With two lanes the
 attention chain and the MLP chain each keep their own copy and exchange outputs only, so that they can run at the same time.
 *Woven* is one lane of three products a layer, QKV, gate/up and down; attention over the cache and its output product run beside
-gate/up. In ladder layers each chain keeps its own copy of the stream there too, so that no product but down reads what the one before
-it wrote. Nothing here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
+gate/up. Only MLPs add to the stream there, so that in ladder layers no product but down reads what the one before it wrote. Nothing
+here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Step:
     first_norm: bool = False  # parallel: the MLP reads through the layer's first norm
     lane: int = 0
     copy: int = 0  # of the stream, that it reads and adds to
+    aside: bool = False  # what it reads with the outputs added is not kept: a later step of the same copy absorbs them again
 
     @property
     def name(self) -> str:
@@ -82,9 +83,12 @@ class Plan:
 
     @cached_property
     def skips(self) -> bool:
-        """Whether no QKV and no gate/up reads what the product before it in the line made, nor the copy of the stream it wrote: a woven
-        step of ladder layers alone."""
-        apart = all(before.output not in step.absorbs and before.copy != step.copy for before, step in pairwise(self.steps))
+        """Whether no QKV and no gate/up reads what the product before it in the line made, nor a stream that it wrote (an MLP's is
+        gate/up's, which is in front of down): a woven step of ladder layers alone."""
+        apart = all(
+            before.output not in step.absorbs and (before.aside or before.kind == "mlp")
+            for before, step in pairwise(self.steps)
+        )
         return apart and self.lanes == 1 and len(self._woven) == self.wiring.num_layers
 
     # Looked up for every step of every prompt, while the card waits: worked out once.
@@ -120,8 +124,7 @@ def plan_steps(wiring: Wiring, schedule: str = "one") -> Plan:
             raise ValueError(f"two lanes need a ladder wiring, {wiring.spec} has one chain: use one lane")
         return _plan_two_lanes(wiring)
     if schedule == "woven" and wiring.kind == "ladder":
-        apart = _plan_two_lanes(wiring)
-        return Plan(wiring, 1, tuple(replace(step, lane=0) for step in apart.steps), replace(apart.final, lane=0), woven=True)
+        return _plan_woven(wiring)
     return replace(_plan_one_lane(wiring), woven=schedule == "woven")
 
 
@@ -199,6 +202,22 @@ def _plan_two_lanes(wiring: Wiring) -> Plan:
     taken, keep = absorb(1, 2 * wiring.num_layers)
     final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1, copy=1)
     return Plan(wiring, 2, tuple(steps), final)
+
+
+def _plan_woven(wiring: Wiring) -> Plan:
+    """One stream, which only MLPs add to. An attention reads it with what it may see beyond; that its MLP absorbs again."""
+    kept = -1  # the newest output in the stream
+    steps: list[Step] = []
+    for layer in range(wiring.num_layers):
+        behind = 2 if wiring.kind_of(layer) == "ladder" else 1
+        for kind, output in (("attention", 2 * layer + 1), ("mlp", 2 * layer + 2)):
+            newest = max(output - behind, 0)
+            absorbs = tuple(range(kept + 1, newest + 1))
+            steps.append(Step(kind, layer, output, absorbs, keeps_stream=kept >= 0, aside=kind == "attention"))
+            if kind == "mlp":
+                kept = newest
+    final = Step("head", wiring.num_layers, -1, tuple(range(kept + 1, 2 * wiring.num_layers + 1)), reduce=False)
+    return Plan(wiring, 1, tuple(steps), final, woven=True)
 
 
 def schedules_of(wiring: Wiring) -> tuple[str, ...]:
