@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,9 @@ CPU = torch.device("cpu")
 def tiles(hidden: int, schedule: str, *, in_pairs: bool) -> GemvTiles:
     """Large: each program costs the interpreter milliseconds. Gate/up and the head walk, the others take their rows in two pieces."""
     width = 1 << (hidden - 1).bit_length()
-    rows, walk = Tile(128, width // 2, 1, 1), Tile(128, width, 1, walkers=1, second=schedule == "woven")
+    rows, walk = Tile(128, width // 2, 1, 1), Tile(128, width, 1, walkers=1)
+    if schedule == "woven":
+        walk = replace(walk, second=True, lead=0.5)
     made = GemvTiles(rows, rows, walk, rows, Tile(512, width, 1, walkers=1), slices=1, splits=2, block_t=16)
     return made.in_pairs() if in_pairs else made
 

@@ -26,7 +26,7 @@ from ..plan.models import resolve_model
 from ..presets import ModelShape
 from .environment import environment
 from .gpu_peers import Peers
-from .gpu_report import spread, sums_that_outlast_their_link
+from .gpu_report import reading_too_low, spread, sums_that_outlast_their_link
 from .timing import time_calls, time_on_device
 
 DTYPE = torch.bfloat16
@@ -143,7 +143,7 @@ def bench_decode(
     for row in [*rows, *others.rows]:
         floor_ms = 1e3 * shard.bytes_per_step(row["batch"], context) / bandwidth
         row["roofline_share"] = round(floor_ms / row["ms_per_token"], 4)
-    others.notes += sums_that_outlast_their_link(rows, shard.sizes.layers)
+    others.notes += reading_too_low(rows, bandwidth) + sums_that_outlast_their_link(rows, shard.sizes.layers)
     return {
         "benchmark": "decode",
         "emulated": tp > 1,
