@@ -36,7 +36,7 @@ SHAPE = ModelShape(  # a rank of Llama-3-70B at tp=8, two layers of it
 spec, sizes = EngineSpec.from_shape(SHAPE), RankSizes.of(SHAPE, 8, 0)
 weights = stack_weights(spec, sizes, random_weights(spec, 8, 0, torch.bfloat16, "cpu"))  # never multiplied, but sized
 gemv_ops.multiprocessors = lambda device: 132  # of an H200: how many programs walk, and what each of them stores
-gemv_ops.copies_in_bulk = lambda device: True
+gemv_ops.hopper = lambda device: True
 seen = set()
 
 
@@ -75,6 +75,8 @@ def compile_kernel(kernel, args, warps, constants, registers=None):
         "early": "griddepcontrol.wait" in ptx,
         "past_l1": ptx.count("ld.global.cg"),
         "into_l2": ptx.count("cp.async.bulk.prefetch.L2"),
+        # of weights, in the order of the machine code
+        "loads_before_products": made.asm["sass"].partition("FFMA")[0].count("LDG.E.EF") if "walk" in kernel.__name__ else 0,
         "tensor_cores": "mma" in ptx,
         "copies_ahead": "cp.async" in ptx,
         "copies_before_the_wait": made.asm["ttgir"].partition("griddepcontrol.wait")[0].count("ttg.async_copy_global_to_local"),

@@ -19,15 +19,16 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton")
 
 from ladder_residual.config import Wiring
-from ladder_residual.engine import carveout, row_ops
+from ladder_residual.engine import carveout, multiprocessors, row_ops
 from ladder_residual.engine._triton import mend_interpreter
 from ladder_residual.engine.cache import KVCache
+from ladder_residual.engine.emulate import parse_link
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
 from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
-from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST
+from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from ladder_residual.engine.prefill_ops import FusedPrefillOps, PrefillOps
-from ladder_residual.engine.reducers import NoReducer
+from ladder_residual.engine.reducers import EmulatedReducer, NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.row_ops import RowOps, RowTiles
 from ladder_residual.engine.schedule import plan_steps
@@ -300,6 +301,19 @@ def test_a_carveout_is_set_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) 
     assert calls == [(77, 100), (77, 100), (77, -1)]
 
 
+@pytest.mark.parametrize(("card", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
+def test_cards_before_hopper_launch_nothing_early(card: tuple[int, int], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their assembler knows neither the wait for the kernel before nor requests in bulk."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
+    assert multiprocessors.hopper(torch.device("cuda")) == early
+    assert not multiprocessors.hopper(torch.device("cpu"))
+    started = []
+    monkeypatch.setattr(Launcher, "__call__", lambda self, *args, **more: started.append(self.pdl))
+    launch, message = Launcher(pdl=1), SimpleNamespace(numel=lambda: 8, element_size=lambda: 2, device=torch.device("cuda"))
+    EmulatedReducer(parse_link("5us")).reduce(message, message, 0, launch)  # type: ignore[arg-type]
+    assert (started, launch.dependent) == ([int(early)], early)
+
+
 @pytest.mark.slow
 def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
     """Without a GPU: the assembler comes with Triton. What would not start on one (too much shared memory) shows here."""
@@ -330,6 +344,14 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
         if made["kernel"] == "norm_walk_shared":  # its first tiles are asked for before the previous kernel has ended
             assert made["copies_before_the_wait"] == made["constants"]["TILES"], made
         assert (made["past_l1"] > 0) == (made["constants"].get("PDL", 0) >= BEHIND), made
+        if made["kernel"] == "norm_walk" and made["constants"]["PDL"] == BEHIND_BUT_NEWEST:
+            blocks = (
+                2 if made["constants"]["SECOND"] else 1
+            )  # under way before the products of the first: ``_nothing`` holds them there
+            wide = (
+                made["constants"]["ROWS"] * made["constants"]["WIDTH"] // (8 * 32 * made["warps"])
+            )  # loads of eight weights a thread
+            assert made["loads_before_products"] >= blocks * wide, made
         waits_for_a_sum = made["constants"].get("LATER", 0) > 0 and made["constants"]["PDL"] == BEHIND_BUT_NEWEST
         assert made["into_l2"] == waits_for_a_sum, made
     walks = {(made["constants"]["PDL"], made["constants"]["SECOND"]) for made in compiled if made["kernel"] == "norm_walk"}

@@ -148,6 +148,7 @@ def test_every_block_has_one_walker(blocks: int, lead: float) -> None:
     few, many, early = shares(blocks, programs, lead)
     assert 1 <= few <= many
     assert 1 <= early <= programs
+    assert many - few <= (2 if lead >= 0.5 else 4)
     walked = []
     for own in range(programs):
         block = own

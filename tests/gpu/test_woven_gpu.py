@@ -15,6 +15,7 @@ from ladder_residual.config import Wiring
 from ladder_residual.engine import DecodeEngine, EngineSpec, RankSizes, decoder, parse_link, random_weights, stack_weights
 from ladder_residual.engine.gemv_ops import GemvTiles
 from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST
+from ladder_residual.engine.multiprocessors import multiprocessors
 from ladder_residual.presets import ModelShape
 
 try:
@@ -60,8 +61,11 @@ def woven_tiles(shape: ModelShape) -> list[GemvTiles]:
 @parametrize("hidden", [1024, 2048])
 @parametrize("which", [0, 1])
 def test_reading_before_waiting_changes_no_bit(link: str, hidden: int, which: int) -> None:
-    shape = replace(SHAPE, num_layers=12, hidden_size=hidden)
+    shape = replace(SHAPE, num_layers=12, hidden_size=hidden, intermediate_size=28672)  # walks of several blocks, the first longer
     tiles = woven_tiles(shape)[which]
+    sizes, walk = RankSizes.of(shape, 2, 0), tiles.gate_up
+    blocks, most = 2 * sizes.intermediate // walk.rows, walk.walkers * multiprocessors(torch.device("cuda"))
+    assert blocks > 2 * most or not walk.walkers
     assert bool(tiles.qkv.walkers) == ((hidden, which) != (2048, 1))  # there QKV is cut into slices: only gate/up reads before
     waiting = logits_of_steps(shape, link, tiles, reads_before=False)
     assert torch.isfinite(waiting).all()

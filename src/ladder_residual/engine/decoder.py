@@ -30,7 +30,7 @@ from .gemm_ops import GemmOps
 from .gemv_ops import GemvOps, GemvTiles
 from .graph_edges import can_change_edges, wait_for_joined
 from .launcher import EARLY
-from .multiprocessors import products_leave, shared_memory
+from .multiprocessors import hopper, products_leave, shared_memory
 from .prefill_ops import FusedPrefillOps, PrefillOps
 from .reducers import NcclReducer, make_reducer
 from .row_ops import BATCHES, RowOps, RowTiles
@@ -80,7 +80,7 @@ class DecodeEngine:
         require_memory(self.sizes, self.weights.dtype, self.device, batch=batch, max_context=max_context)
         with torch.cuda.device(self.device):
             self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
-            self._pdl, self._tiles, self._priorities = pdl, tiles, stream_priorities
+            self._pdl, self._tiles, self._priorities = pdl if hopper(self.device) else 0, tiles, stream_priorities
             self._reads_before = self._all_ranks(can_change_edges())
             self._tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
             self._logits = torch.full(

@@ -60,7 +60,7 @@ class Executor:
     ) -> None:  # fmt: skip
         self.plan, self.ops, self.reducer, self.streams, self.tp = plan, ops, reducer, streams, tp
         aside = any(step.aside for step in plan.steps)
-        self._lanes = [Lane(rows, hidden, device, aside=aside) for _ in range(plan.copies)]
+        self._lanes = [Lane(rows, hidden, device, aside=aside) for _ in range(plan.lanes)]
         self._lane_names = ["main"] if plan.lanes == 1 else ["attention", "main"]
         self._embedding = reducer.allocate(rows, hidden, dtype, device)
         self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
@@ -90,7 +90,7 @@ class Executor:
         for step in plan.steps:
             name = self._lane_names[step.lane]
             launcher = launchers[step.lane]
-            lane = self._lanes[step.copy]
+            lane = self._lanes[step.lane]
             with streams.on(name):
                 absorbed = self._collect(step)
                 self._note(name, step.name)
@@ -114,7 +114,7 @@ class Executor:
         final = plan.final
         absorbed = self._collect(final)
         self._note("main", "head")
-        self.ops.head(final, self._lanes[final.copy], absorbed, logits)
+        self.ops.head(final, self._lanes[final.lane], absorbed, logits)
 
     def _message(self, step: Step) -> Tensor:
         return self._ring[self._slots[step.output]][0]

@@ -20,7 +20,7 @@ from .weights import RankWeights
 def absorb_norm(
     launch: Launcher, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor, out: Tensor, eps: float
 ) -> None:
-    """The lane's stream takes up the outputs; ``out`` gets it normed. A program a row."""
+    """The lane's stream takes up the outputs (unless the step stands aside); ``out`` gets it normed. A program a row."""
     from . import kernels_small
 
     rows, k = out.shape

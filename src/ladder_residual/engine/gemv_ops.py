@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,7 @@ from ._triton import triton
 from .cache import KVCache
 from .lane import Lane
 from .launcher import Launcher
-from .multiprocessors import copies_in_bulk, multiprocessors
+from .multiprocessors import hopper, multiprocessors
 from .schedule import Step
 from .spec import EngineSpec, RankSizes
 from .weights import LayerWeights, RankWeights
@@ -102,10 +103,9 @@ class GemvTiles:
         # A woven line reads before it waits only by walkers. Beside those, which leave four of an H200's multiprocessors, sixteen programs
         # of attention were a little better than eight; more would queue, unless the context is so long that each would lag.
         beside = min(splits, _power_of_two_below(max(16 // sizes.kv_heads, max_context // 320)))
+        narrow = replace(wide.down, registers=48 if itemsize == 2 else None)
         turned = replace(walk, turn=0.6, second=True, lead=0.5, later=32 << 10, registers=112)
-        woven = replace(
-            one, qkv=walk, gate_up=turned, down=replace(wide.down, registers=48), slices=1, splits=beside, attention_warps=4
-        )
+        woven = replace(one, qkv=walk, gate_up=turned, down=narrow, slices=1, splits=beside, attention_warps=4)
         return [
             *(replace(tiles, schedules=("one", "two")) for tiles in made),
             *(replace(tiles, schedules=("woven",)) for tiles in (woven, made[0])),
@@ -151,9 +151,9 @@ def walking(blocks: int, most: int) -> int:
 def shares(blocks: int, programs: int, lead: float) -> tuple[int, int, int]:
     """Blocks that each program walks over, blocks that the first ones walk over, and how many these are. Programs that find a free
     multiprocessor at once begin before those that wait for one; with a ``lead`` below 1 they alone share the last rounds."""
-    few, early = blocks // programs, programs
-    if lead < 1 and few > 2:
-        few, early = few - 1, max(int(lead * programs), 1)
+    few, early, rounds = blocks // programs, programs, triton.cdiv(blocks, programs)
+    if lead < 1 and rounds > 2:
+        few, early = rounds - 1, math.ceil(lead * programs)
     return few, few + triton.cdiv(blocks - few * programs, early), early
 
 
@@ -188,7 +188,7 @@ class GemvOps:
         device = weights.device
         self.launchers = [Launcher(pdl, carveout=tiles.carveout) for _ in range(2)]
         self.early_sums, self.reads_before = tiles.early_sums, reads_before
-        self._multiprocessors, self._bulk = multiprocessors(device), copies_in_bulk(device)
+        self._multiprocessors, self._bulk = multiprocessors(device), hopper(device)
         make = torch.empty
         self._qkv = make(
             tiles.slices, sizes.qkv_width, dtype=torch.float32 if tiles.slices > 1 else weights.dtype, device=device

@@ -21,7 +21,7 @@ def absorb_norm(
     x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, norm_ptr, out_ptr, eps,
     K: tl.constexpr, BLOCK_K: tl.constexpr, KEEP: tl.constexpr, DELTAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: x += outputs (stored in place), out = rmsnorm(x)."""
+    """One row per program: x += outputs (stored), out = rmsnorm(x)."""
     row = tl.program_id(0).to(tl.int64) * K
     offs = tl.arange(0, BLOCK_K)
     mask = offs < K

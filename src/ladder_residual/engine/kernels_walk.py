@@ -103,7 +103,7 @@ def norm_walk(
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
     GATED: tl.constexpr,
-    SECOND: tl.constexpr,  # whether the second block is asked for before the first is multiplied
+    SECOND: tl.constexpr,  # whether the second block is asked for before the first is multiplied; only PDL of 4 holds the compiler to it
     THREADS: tl.constexpr,  # of a program
     LATER: tl.constexpr,  # with PDL of 4: pairs of later_ptr that each program asks for into the L2 cache while it waits
     TURN: tl.constexpr,  # with PDL of 2 and more: the block of the walk after which the next kernel may start

@@ -30,8 +30,8 @@ def shared_memory(device: torch.device) -> int:
     return driver.active.utils.get_device_properties(index)["max_shared_mem"]
 
 
-def copies_in_bulk(device: torch.device) -> bool:
-    """Whether one instruction may ask for many bytes: on Hopper and later cards, not on the interpreter."""
+def hopper(device: torch.device) -> bool:
+    """Whether kernels may be launched early and one instruction ask for many bytes: Hopper and later cards, not the interpreter."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .emulate import Link
 from .launcher import Launcher
+from .multiprocessors import hopper
 
 REAL_REDUCERS = ("nccl", "symm")
 ONE_SHOT_BYTES = 256 << 10  # where torch's own choice between the two lies
@@ -65,9 +66,10 @@ class EmulatedReducer(NoReducer):
         nanoseconds = round(1000 * self.link.microseconds(size))
         piece = COPIED if message.numel() <= LARGE else 16 * COPIED
         programs = min(self.multiprocessors, -(-message.numel() // piece))  # none without a piece of the message
-        start = launch if self.link.early else Launcher(pdl=0, carveout=launch.carveout)
+        early = self.link.early and hopper(message.device)
+        start = launch if early else Launcher(pdl=0, carveout=launch.carveout)
         start(copy_that_lasts, (programs,), message, total, message.numel(), nanoseconds, BLOCK=piece, warps=8)
-        launch.dependent = self.link.early
+        launch.dependent = early
 
 
 class NcclReducer(NoReducer):

@@ -8,8 +8,8 @@ Outputs are numbered: 0 is the embedding, i the i-th module of the chain (attent
 x_i = x_{i-1} + AR(h_i(.)). A step *absorbs* outputs into its lane's copy of the stream before it reads it. With two lanes the
 attention chain and the MLP chain each keep their own copy and exchange outputs only, so that they can run at the same time.
 *Woven* is one lane of three products a layer, QKV, gate/up and down; attention over the cache and its output product run beside
-gate/up. Only MLPs add to the stream there, so that in ladder layers no product but down reads what the one before it wrote. Nothing
-here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
+gate/up. Of ladder wirings only MLPs add to the stream there, so that in ladder layers no product but down reads what the one before
+it wrote. Nothing here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Step:
     adds_output: int | None = None  # parallel: this rank's attention partial joins the MLP's message
     first_norm: bool = False  # parallel: the MLP reads through the layer's first norm
     lane: int = 0
-    copy: int = 0  # of the stream, that it reads and adds to
-    aside: bool = False  # what it reads with the outputs added is not kept: a later step of the same copy absorbs them again
+    aside: bool = False  # the stream with the outputs added is read and not kept: a later step of the lane absorbs them again
 
     @property
     def name(self) -> str:
@@ -76,10 +75,6 @@ class Plan:
     def weaves(self, step: Step) -> bool:
         """Whether an attention, but for its QKV product, may run beside the MLP's first product."""
         return step.output in self._woven
-
-    @cached_property
-    def copies(self) -> int:
-        return 1 + max(step.copy for step in (*self.steps, self.final))
 
     @cached_property
     def skips(self) -> bool:
@@ -198,9 +193,9 @@ def _plan_two_lanes(wiring: Wiring) -> Plan:
         for lane, name in enumerate(("attention", "mlp")):
             output = 2 * layer + 1 + lane
             taken, keep = absorb(lane, max(output - behind, 0))
-            steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane, copy=lane))
+            steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane))
     taken, keep = absorb(1, 2 * wiring.num_layers)
-    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1, copy=1)
+    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1)
     return Plan(wiring, 2, tuple(steps), final)
 
 
