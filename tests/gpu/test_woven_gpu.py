@@ -61,7 +61,8 @@ def woven_tiles(shape: ModelShape) -> list[GemvTiles]:
 @parametrize("hidden", [1024, 2048])
 @parametrize("which", [0, 1])
 def test_reading_before_waiting_changes_no_bit(link: str, hidden: int, which: int) -> None:
-    shape = replace(SHAPE, num_layers=12, hidden_size=hidden, intermediate_size=28672)  # walks of several blocks, the first longer
+    # gate/up's walks have several blocks, those of the first programs more
+    shape = replace(SHAPE, num_layers=12, hidden_size=hidden, intermediate_size=28672)
     tiles = woven_tiles(shape)[which]
     sizes, walk = RankSizes.of(shape, 2, 0), tiles.gate_up
     blocks, most = 2 * sizes.intermediate // walk.rows, walk.walkers * multiprocessors(torch.device("cuda"))
