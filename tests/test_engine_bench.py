@@ -59,9 +59,12 @@ def test_a_link_whose_sums_are_ordinary_kernels():
             parse_link(text)
 
 
-@pytest.mark.parametrize(("text", "early"), [("24us", True), ("24us+launch", False)])
-def test_an_ordinary_sum_ties_neither_itself_nor_what_follows_to_its_neighbour(monkeypatch, text, early):
+@pytest.mark.parametrize(
+    ("text", "hopper", "early"), [("24us", True, True), ("24us+launch", True, False), ("24us", False, False)]
+)
+def test_an_ordinary_sum_ties_neither_itself_nor_what_follows_to_its_neighbour(monkeypatch, text, hopper, early):
     started = []
+    monkeypatch.setattr(reducers, "hopper", lambda device: hopper)
 
     class Noting(Launcher):
         def __call__(self, kernel, grid, *args, warps, **constants):

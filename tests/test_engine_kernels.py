@@ -22,13 +22,12 @@ from ladder_residual.config import Wiring
 from ladder_residual.engine import carveout, multiprocessors, row_ops
 from ladder_residual.engine._triton import mend_interpreter
 from ladder_residual.engine.cache import KVCache
-from ladder_residual.engine.emulate import parse_link
 from ladder_residual.engine.execute import Executor
 from ladder_residual.engine.gemm_ops import GemmOps
 from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
-from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
+from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST
 from ladder_residual.engine.prefill_ops import FusedPrefillOps, PrefillOps
-from ladder_residual.engine.reducers import EmulatedReducer, NoReducer
+from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.reference import ReferenceDecoder
 from ladder_residual.engine.row_ops import RowOps, RowTiles
 from ladder_residual.engine.schedule import plan_steps
@@ -302,16 +301,11 @@ def test_a_carveout_is_set_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize(("card", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
-def test_cards_before_hopper_launch_nothing_early(card: tuple[int, int], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_which_cards_launch_early(card: tuple[int, int], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their assembler knows neither the wait for the kernel before nor requests in bulk."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
     assert multiprocessors.hopper(torch.device("cuda")) == early
     assert not multiprocessors.hopper(torch.device("cpu"))
-    started = []
-    monkeypatch.setattr(Launcher, "__call__", lambda self, *args, **more: started.append(self.pdl))
-    launch, message = Launcher(pdl=1), SimpleNamespace(numel=lambda: 8, element_size=lambda: 2, device=torch.device("cuda"))
-    EmulatedReducer(parse_link("5us")).reduce(message, message, 0, launch)  # type: ignore[arg-type]
-    assert (started, launch.dependent) == ([int(early)], early)
 
 
 @pytest.mark.slow
