@@ -302,7 +302,7 @@ def test_a_carveout_is_set_once_and_taken_back(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.mark.parametrize(("card", "early"), [((8, 9), False), ((9, 0), True), ((10, 0), True)])
 def test_which_cards_launch_early(card: tuple[int, int], early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their assembler knows neither the wait for the kernel before nor requests in bulk."""
+    """The assembler of older ones knows neither the wait for the kernel before nor requests in bulk."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: card)
     assert multiprocessors.hopper(torch.device("cuda")) == early
     assert not multiprocessors.hopper(torch.device("cpu"))
@@ -339,13 +339,10 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
             assert made["copies_before_the_wait"] == made["constants"]["TILES"], made
         assert (made["past_l1"] > 0) == (made["constants"].get("PDL", 0) >= BEHIND), made
         if made["kernel"] == "norm_walk" and made["constants"]["PDL"] == BEHIND_BUT_NEWEST:
-            blocks = (
-                2 if made["constants"]["SECOND"] else 1
-            )  # under way before the products of the first: ``_nothing`` holds them there
-            wide = (
-                made["constants"]["ROWS"] * made["constants"]["WIDTH"] // (8 * 32 * made["warps"])
-            )  # loads of eight weights a thread
-            assert made["loads_before_products"] >= blocks * wide, made
+            # both blocks are under way before the products of the first: ``_nothing`` holds them there
+            blocks = 2 if made["constants"]["SECOND"] else 1
+            loads = made["constants"]["ROWS"] * made["constants"]["WIDTH"] // (8 * 32 * made["warps"])  # eight weights each
+            assert made["loads_before_products"] >= blocks * loads, made
         waits_for_a_sum = made["constants"].get("LATER", 0) > 0 and made["constants"]["PDL"] == BEHIND_BUT_NEWEST
         assert made["into_l2"] == waits_for_a_sum, made
     walks = {(made["constants"]["PDL"], made["constants"]["SECOND"]) for made in compiled if made["kernel"] == "norm_walk"}

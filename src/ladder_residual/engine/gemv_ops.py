@@ -33,9 +33,7 @@ class Tile:
     )
     registers: int | None = None  # of a thread, at most; None: the compiler's choice
     later: int = 0  # of gate/up's walkers: bytes of the output product's weights each asks for while it waits for a sum
-    lead: float = (
-        1  # of walkers: the share of them, the first to be launched, that take over the last round of all (``shares``)
-    )
+    lead: float = 1  # of walkers: the share of them, the first ones, that take over the last round of all (``shares``)
     turn: float = 0  # of walkers in a woven line: the share of their walk after which the next product may begin
 
     def words(self, weight: Tensor) -> tuple[Tensor, int]:
