@@ -145,5 +145,10 @@ if __name__ == "__main__":
     compile_kernel(kernels_prompt.rotate_and_store, arguments, 4, constants)
     stream, message = torch.empty(8, sizes.hidden), torch.empty(8, sizes.hidden, dtype=torch.bfloat16)
     arguments = (stream, message, message, message, stream, message, message, 1e-5)
-    compile_kernel(kernels_small.absorb_norm, arguments, 8, {"K": 8192, "BLOCK_K": 8192, "KEEP": True, "DELTAS": 1, "PDL": 0})
+    compile_kernel(
+        kernels_small.absorb_norm,
+        arguments,
+        8,
+        {"K": 8192, "BLOCK_K": 8192, "KEEP": True, "DELTAS": 1, "STORES": True, "PDL": 0},
+    )
     compile_kernel(kernels_small.silu_multiply, (message, message, sizes.intermediate), 4, {"BLOCK": 1024, "PDL": 0})

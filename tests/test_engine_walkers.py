@@ -68,7 +68,7 @@ def test_what_a_walker_reads_before_it_waits(
     deltas_given = [*given, *[norm] * (3 - deltas)]
     kernels_walk.norm_walk[(programs,)](
         stream, *deltas_given, new, norm, paired(weights), out, paired(weights), 1e-5, rows,
-        FEW=3, MANY=3, EARLY=programs, K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, GATED=False,
+        FEW=3, MANY=3, EARLY=programs, K=hidden, WIDTH=hidden, PIECE=32, ROWS=2, KEEP=True, DELTAS=deltas, STORES=True, GATED=False,
         SECOND=second, THREADS=32, LATER=0, TURN=turn, PDL=pdl,
     )  # fmt: skip
     x = stream + outputs.sum(0)
@@ -92,7 +92,8 @@ def test_blocks_that_only_some_programs_have(rows: int, programs: int, gated: bo
     kernels_walk.norm_walk[(programs,)](
         x, output, norm, norm, new, norm, paired(weights), out, paired(weights), 1e-5, channels,
         **dict(zip(("FEW", "MANY", "EARLY"), shares(-(-channels // (2 if gated else 4)), programs, lead), strict=True)),
-        K=hidden, WIDTH=hidden, PIECE=32, ROWS=4, KEEP=True, DELTAS=1, GATED=gated, SECOND=second, THREADS=32, LATER=0, TURN=0, PDL=0,
+        K=hidden, WIDTH=hidden, PIECE=32, ROWS=4, KEEP=True, DELTAS=1, STORES=True, GATED=gated,
+        SECOND=second, THREADS=32, LATER=0, TURN=0, PDL=0,
     )  # fmt: skip
     total = x + output
     y = weights @ (total * torch.rsqrt(total.square().mean() + 1e-5) * norm)
@@ -119,7 +120,7 @@ def test_pairs_of_weights_of_every_type(dtype: torch.dtype) -> None:
         return torch.full((rows,), float("nan"), dtype=torch.float32)
 
     before = (x, norm, norm, norm, torch.empty(columns), norm)  # nothing to absorb
-    constants = {"K": columns, "KEEP": True, "DELTAS": 0, "GATED": False, "PDL": 0}
+    constants = {"K": columns, "KEEP": True, "DELTAS": 0, "STORES": False, "GATED": False, "PDL": 0}
     walk = {"FEW": 3, "MANY": 3, "EARLY": 2, "THREADS": 32, "LATER": 0, "TURN": 0}
     walks = [(kernels_walk.norm_walk, [paired(weights)], {**walk, "SECOND": second}) for second in (False, True)]
     for kernel, later, more in (*walks, (kernels_walk.norm_walk_shared, [], {"TILES": 2})):

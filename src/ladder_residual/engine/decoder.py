@@ -283,7 +283,8 @@ class DecodeEngine:
             step()
         if plan.skips and executor.ops.reads_before:
             line, beside = executor.ops.launchers
-            if not self._all_ranks(wait_for_joined(graph, line.started, beside.started, line.behind)):
+            found = wait_for_joined(graph, line.started, beside.started, line.behind, executor.early_sums)
+            if not self._all_ranks(found):
                 warnings.warn(
                     "kernels of the captured step were not found again: a woven line waits before it reads", stacklevel=2
                 )

@@ -3,7 +3,7 @@ and on the CPU (tests)."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -59,8 +59,7 @@ class Executor:
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
         self.plan, self.ops, self.reducer, self.streams, self.tp = plan, ops, reducer, streams, tp
-        aside = any(step.aside for step in plan.steps)
-        self._lanes = [Lane(rows, hidden, device, aside=aside) for _ in range(plan.lanes)]
+        self._lanes = [Lane(rows, hidden, device) for _ in range(plan.lanes)]
         self._lane_names = ["main"] if plan.lanes == 1 else ["attention", "main"]
         self._embedding = reducer.allocate(rows, hidden, dtype, device)
         self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
@@ -76,7 +75,7 @@ class Executor:
         assert widest <= MAX_ABSORBS, f"a step absorbs {widest} outputs, the kernels take {MAX_ABSORBS}"
 
     def run(self, tokens: Tensor, logits: Tensor) -> None:
-        plan, streams, before = self.plan, self.streams, self.plan.skips and self.ops.reads_before
+        plan, streams, before = self.plan, self.streams, self._reads_before
         launchers = self.ops.launchers or [Launcher(pdl=0), Launcher(pdl=0)]
         for launcher in launchers:
             launcher.dependent, launcher.behind = False, 0
@@ -115,6 +114,21 @@ class Executor:
         absorbed = self._collect(final)
         self._note("main", "head")
         self.ops.head(final, self._lanes[final.lane], absorbed, logits)
+
+    @property
+    def _reads_before(self) -> bool:
+        return self.plan.skips and self.ops.reads_before
+
+    @property
+    def early_sums(self) -> Collection[int]:
+        """Compiled kernels of sums that are launched beside the line before their message is there."""
+        return self._sum_launchers[1].started if self._sums_early(1) else ()
+
+    def _sums_early(self, side: int) -> bool:
+        """Of two kernels that may both begin before this one ends, in a graph neither does: it is the next product that may, and the sum
+        starts when its message is there. Unless the tiles are made for it, or, woven, a product that does not need the message makes
+        way for the MLP's (``graph_edges.py``); attention's has time."""
+        return self.ops.early_sums and (not self.plan.woven or (self._reads_before and side == 1))
 
     def _message(self, step: Step) -> Tensor:
         return self._ring[self._slots[step.output]][0]
@@ -162,9 +176,7 @@ class Executor:
             beside = f"sum-{side}"
             streams.wait(beside, streams.record(name, step.name))
             with streams.on(beside):
-                # Of two kernels that may both begin before this one ends, in a graph neither does. So it is the next product that
-                # may, and the sum starts when its message is there.
-                self._sum_launchers[side].dependent = self.ops.early_sums
+                self._sum_launchers[side].dependent = self._sums_early(side)
                 self._note(beside, f"sum of {step.name}")
                 self.reducer.reduce(*buffers, side, self._sum_launchers[side])
                 self._events[step.output] = streams.record(beside, f"sum of {step.name}")

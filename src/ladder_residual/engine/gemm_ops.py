@@ -24,11 +24,12 @@ def absorb_norm(
     from . import kernels_small
 
     rows, k = out.shape
-    old, new = lane.advance(aside=step.aside) if absorbed else (lane.stream, lane.stream)
+    old, new = lane.advance(stores=step.stores_stream)
     deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
     launch(
         kernels_small.absorb_norm, (rows,), old, *deltas, new, norm, out, eps,
-        K=k, BLOCK_K=triton.next_power_of_2(k), KEEP=step.keeps_stream, DELTAS=len(absorbed), warps=8,
+        K=k, BLOCK_K=triton.next_power_of_2(k), KEEP=step.keeps_stream, DELTAS=len(absorbed),
+        STORES=step.stores_stream, warps=8,
     )  # fmt: skip
 
 

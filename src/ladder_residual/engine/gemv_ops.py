@@ -102,8 +102,10 @@ class GemvTiles:
         # of attention were a little better than eight; more would queue, unless the context is so long that each would lag.
         beside = min(splits, _power_of_two_below(max(16 // sizes.kv_heads, max_context // 320)))
         narrow = replace(wide.down, registers=48 if itemsize == 2 else None)
-        turned = replace(walk, turn=0.6, second=True, lead=0.5, later=32 << 10, registers=112)
-        woven = replace(one, qkv=walk, gate_up=turned, down=narrow, slices=1, splits=beside, attention_warps=4)
+        turned = replace(walk, turn=0.7, second=True, lead=0.5, later=16 << 10, registers=112)
+        woven = replace(
+            one, qkv=walk, gate_up=turned, down=narrow, slices=1, splits=beside, attention_warps=4, early_sums=True
+        )  # fmt: skip
         return [
             *(replace(tiles, schedules=("one", "two")) for tiles in made),
             *(replace(tiles, schedules=("woven",)) for tiles in (woven, made[0])),
@@ -234,7 +236,7 @@ class GemvOps:
         *, slices: int = 1, gated: bool = False, later: Tensor | None = None,
     ) -> None:  # fmt: skip
         """``later``: weights of which a walker may ask for some while it waits."""
-        old, new = lane.advance(aside=step.aside) if absorbed else (lane.stream, lane.stream)
+        old, new = lane.advance(stores=step.stores_stream)
         deltas = [*absorbed, *[norm] * (3 - len(absorbed))]  # the unused ones are never read
         rows = weight.shape[0] // 2 if gated else weight.shape[0]
         per_program = tile.rows // 2 if gated else tile.rows
@@ -253,7 +255,8 @@ class GemvOps:
             self.launchers[step.lane](
                 kernel, (programs,), old, *deltas, new, norm, paired(weight), *outs, self.spec.norm_eps, rows,
                 K=self.sizes.hidden, WIDTH=tile.block_k, PIECE=piece, ROWS=tile.rows, KEEP=step.keeps_stream,
-                DELTAS=len(absorbed), GATED=gated, **constants, reads_before=not tile.shared, warps=tile.warps, registers=tile.registers,
+                DELTAS=len(absorbed), STORES=step.stores_stream, GATED=gated, **constants, reads_before=not tile.shared,
+                warps=tile.warps, registers=tile.registers,
             )  # fmt: skip
             return
         words, per_word = tile.words(weight)
@@ -261,7 +264,7 @@ class GemvOps:
             self._project.norm_project, (triton.cdiv(rows, per_program), slices),
             old, *deltas, new, norm, words, out, self._squares, self.spec.norm_eps, rows,
             K=self.sizes.hidden, WORD=per_word, ROWS=tile.rows, BLOCK_K=tile.block_k, SLICES=slices, KEEP=step.keeps_stream,
-            DELTAS=len(absorbed), GATED=gated, DEPTH=tile.depth, warps=tile.warps,
+            DELTAS=len(absorbed), STORES=step.stores_stream, GATED=gated, DEPTH=tile.depth, warps=tile.warps,
         )  # fmt: skip
 
     def _decode_attention(self, launch: Launcher, w: LayerWeights, layer: int) -> None:

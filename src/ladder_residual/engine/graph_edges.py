@@ -1,14 +1,18 @@
 """Which kernels of a captured step wait for the end of which.
 
 A kernel launched early is captured with *every* edge into it early: from the kernel before it in the line, and from sums and attention
-that it joins. One that reads before it waits (``launcher.BEHIND``) must not start before what it joins is complete, so those edges
+that it joins. One that reads before it waits (``launcher.BEHIND``: QKV) must not start before what it joins is complete, so those edges
 are made ordinary ones here, before the graph is instantiated.
+
+And of two kernels that may both begin before the end of one, in a graph neither does. Behind down come the MLP's sum, which has its input
+only then, and the next QKV, which reads nothing of it. So if the sum is launched early, it alone stays tied to down: QKV waits for
+gate/up, which is in front of down and wrote the stream, by an ordinary edge, and so needs room on the card to begin, not down's leave.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Container, Mapping
+from collections.abc import Collection, Container, Mapping
 
 import torch
 
@@ -37,48 +41,58 @@ class _KernelParams(ctypes.Structure):
     ]
 
 
+Edge = tuple[int, int, int]  # from, to, data, which is 0 for an ordinary edge
+
+
 def can_change_edges() -> bool:
     """Drivers from CUDA 12.3 on can."""
     return driver() is not None and all(hasattr(driver(), name) for name in CALLS)
 
 
 def wait_for_joined(
-    graph: torch.cuda.CUDAGraph, line: Mapping[int, int], beside: Container[int], behind: int
-) -> bool:  # fmt: skip
+    graph: torch.cuda.CUDAGraph, line: Mapping[int, int], beside: Container[int], behind: int, sums: Collection[int] = ()
+) -> bool:
     """``line``: the line's compiled kernels and how each waits; ``beside``: those of other streams; ``behind``: how often one was
-    started that reads before it waits. False if the graph does not show them all, each with one early edge at most, or cannot be
-    changed: it must then not be run. It must have been captured with ``keep_graph`` and not be instantiated."""
+    started that reads before it waits; ``sums``: those launched early beside the line. False if the graph does not show them all, each
+    with one early edge at most, or cannot be changed: it must then not be run. It must have been captured with ``keep_graph`` and not
+    be instantiated."""
     try:
-        left = _early_edges_left(graph.raw_cuda_graph(), line, beside)
+        handle = graph.raw_cuda_graph()
+        edges = _edges(handle)
+        functions = {node: _function(node) for edge in edges for node in edge[:2]}
+        along = {node for node, function in functions.items() if function in line and function not in beside}
+        readers = {node for node, function in functions.items() if line.get(function or 0) == BEHIND}
+        added = {node for node, function in functions.items() if function in sums}
+        gone, new = _changes(edges, along, readers, added)
+        for call, changed in (("cuGraphRemoveDependencies_v2", gone), ("cuGraphAddDependencies_v2", new)):
+            for start, end, data in changed:
+                ends = ((ctypes.c_void_p * 1)(start), (ctypes.c_void_p * 1)(end))
+                _call(call, ctypes.c_void_p(handle), *ends, (ctypes.c_uint64 * 1)(data), ctypes.c_size_t(1))
     except RuntimeError:  # the driver refuses
         return False
-    return len(left) == behind and all(count <= 1 for count in left.values())
+    early = [end for _, end, data in {*edges} - {*gone} if data != ORDINARY]
+    return len(readers) == behind and all(early.count(node) <= 1 for node in readers)
 
 
-def _early_edges_left(handle: int, line: Mapping[int, int], beside: Container[int]) -> dict[int, int]:
-    """Makes the others ordinary. By kernel that reads before it waits: the edges along the line."""
-    functions: dict[int, int | None] = {}
-    left: dict[int, int] = {}
-    for start, end, data in _edges(handle):
-        for node in (start, end):
-            if node not in functions:
-                functions[node] = _function(node)
-        if line.get(functions[end] or 0) != BEHIND:
-            continue
-        left.setdefault(end, 0)
-        if data == ORDINARY:
-            continue
-        if functions[start] in line and functions[start] not in beside:
-            left[end] += 1
-            continue
-        ends = ((ctypes.c_void_p * 1)(start), (ctypes.c_void_p * 1)(end))
-        for call, edge in (("cuGraphRemoveDependencies_v2", data), ("cuGraphAddDependencies_v2", ORDINARY)):
-            _call(call, ctypes.c_void_p(handle), *ends, (ctypes.c_uint64 * 1)(edge), ctypes.c_size_t(1))
-    return left
+def _changes(edges: list[Edge], along: set[int], readers: set[int], sums: set[int]) -> tuple[list[Edge], list[Edge]]:
+    """Edges to remove and edges to add. ``along``: kernels of the line; ``readers``: those that read before they wait."""
+    early = [(start, end) for start, end, data in edges if data != ORDINARY]
+    summed = {start: end for start, end in early if start in along and end in sums}  # by down
+    in_front = {end: start for start, end in early if start in along and end in summed}  # gate/up, by down
+    gone, new = [], []
+    for start, end, data in edges:
+        if end in readers and start in in_front:
+            gone.append((start, end, data))
+            new.append((in_front[start], end, ORDINARY))
+        elif end in readers and data != ORDINARY and start not in along:
+            gone.append((start, end, data))
+            new.append((start, end, ORDINARY))
+        elif start in sums and end in summed.values():  # one stream for all sums: down waited for the one before already
+            gone.append((start, end, data))
+    return gone, new
 
 
-def _edges(handle: int) -> list[tuple[int, int, int]]:
-    """(from, to, data); data is 0 for an ordinary edge."""
+def _edges(handle: int) -> list[Edge]:
     count = ctypes.c_size_t(0)
     _call("cuGraphGetEdges_v2", ctypes.c_void_p(handle), None, None, None, ctypes.byref(count))
     starts, ends = (ctypes.c_void_p * count.value)(), (ctypes.c_void_p * count.value)()

@@ -133,7 +133,7 @@ def norm_project(
     d0_ptr,  # outputs to absorb (K), model dtype
     d1_ptr,
     d2_ptr,
-    x_out_ptr,  # the stream after absorbing (K); another buffer than x_ptr, because all programs read x_ptr
+    x_out_ptr,  # with STORES, the stream after absorbing (K); another buffer than x_ptr, because all programs read x_ptr
     norm_ptr,  # norm weight (K)
     w_ptr,  # (N, K), or (2 * N, K) for gate over up; or in pairs
     out_ptr,  # SLICES > 1: float32 (SLICES, N), not yet normed; otherwise (N)
@@ -147,6 +147,7 @@ def norm_project(
     SLICES: tl.constexpr,
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
+    STORES: tl.constexpr,
     GATED: tl.constexpr,
     WORD: tl.constexpr,  # weights in an element of w_ptr: 1, or 2
     PDL: tl.constexpr,
@@ -177,7 +178,7 @@ def norm_project(
         k_next = part * SLICE + following
         x_next = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k_next, following < SLICE, KEEP, DELTAS, "")
         g_next = tl.load(norm_ptr + k_next, mask=following < SLICE, other=0.0)
-        if DELTAS > 0 and row_block == (start // BLOCK_K) % tl.num_programs(0):  # each piece of the new stream is stored once
+        if STORES and row_block == (start // BLOCK_K) % tl.num_programs(0):  # each piece of the new stream is stored once
             tl.store(x_out_ptr + k, x, mask=start + offs < SLICE)
         acc += _times(w0, x * g.to(tl.float32), norm_ptr.dtype.element_ty, ROWS, BLOCK_K, WORD)
         squares += x * x

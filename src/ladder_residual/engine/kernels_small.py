@@ -19,9 +19,10 @@ def embed(tokens_ptr, table_ptr, out_ptr, first_row, rows, hidden, BLOCK: tl.con
 @triton.jit
 def absorb_norm(
     x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, norm_ptr, out_ptr, eps,
-    K: tl.constexpr, BLOCK_K: tl.constexpr, KEEP: tl.constexpr, DELTAS: tl.constexpr, PDL: tl.constexpr,
+    K: tl.constexpr, BLOCK_K: tl.constexpr, KEEP: tl.constexpr, DELTAS: tl.constexpr, STORES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    """One row per program: x += outputs (stored), out = rmsnorm(x)."""
+    """One row per program: x += outputs (which STORES keeps), out = rmsnorm(x)."""
     row = tl.program_id(0).to(tl.int64) * K
     offs = tl.arange(0, BLOCK_K)
     mask = offs < K
@@ -42,7 +43,7 @@ def absorb_norm(
         x += tl.load(d1_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
     if DELTAS > 2:
         x += tl.load(d2_ptr + row + offs, mask=mask, other=0.0).to(tl.float32)
-    if DELTAS > 0:
+    if STORES:
         tl.store(x_out_ptr + row + offs, x, mask=mask)
     y = x * tl.rsqrt(tl.sum(x * x, axis=0) / K + eps) * g
     tl.store(out_ptr + row + offs, y.to(out_ptr.dtype.element_ty), mask=mask)

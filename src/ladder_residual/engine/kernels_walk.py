@@ -102,6 +102,7 @@ def norm_walk(
     ROWS: tl.constexpr,
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
+    STORES: tl.constexpr,
     GATED: tl.constexpr,
     SECOND: tl.constexpr,  # whether the second block is asked for before the first is multiplied; only PDL of 4 holds the compiler to it
     THREADS: tl.constexpr,  # of a program
@@ -145,6 +146,8 @@ def norm_walk(
         block, begin = own + programs, 1
         if PDL > 1 and TURN == 0:
             _let_the_next_one_start()
+        if STORES:
+            _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, CACHE)
     count = tl.where(own < EARLY, MANY, FEW)
     for at in range(begin, count):
         following = tl.where(at + 1 < count, block + tl.where(at < FEW, programs, EARLY), N)  # N: past the last
@@ -155,7 +158,7 @@ def norm_walk(
         if PDL > 1:  # noqa: SIM102  joined by "and", both would be asked at run time
             if at == TURN:
                 _let_the_next_one_start()
-    if DELTAS > 0:
+    if STORES and not SECOND:
         _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, CACHE)
     if PDL > 1:  # a walk that was too short for it
         _let_the_next_one_start()
@@ -180,6 +183,7 @@ def norm_walk_shared(
     TILES: tl.constexpr,  # in shared memory
     KEEP: tl.constexpr,
     DELTAS: tl.constexpr,
+    STORES: tl.constexpr,
     GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -198,7 +202,7 @@ def norm_walk_shared(
             g = tl.load(norm_ptr + k, mask=k < K, other=0.0)
             _after_the_previous_kernel(PDL)
             x = _absorb(x_ptr, d0_ptr, d1_ptr, d2_ptr, k, k < K, KEEP, DELTAS, "")
-            if DELTAS > 0:
+            if STORES:
                 _store_piece(x_ptr, d0_ptr, d1_ptr, d2_ptr, x_out_ptr, own, K, PIECE, KEEP, DELTAS, "")
             rms = tl.rsqrt(tl.sum(x * x, axis=0) / K + eps)
             even, odd = _apart(x * g.to(tl.float32), WIDTH)

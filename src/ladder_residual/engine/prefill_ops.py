@@ -87,9 +87,10 @@ class PrefillOps:
         return F.silu(gate) * up
 
     def _absorb_norm(self, step: Step, lane: Lane, absorbed: Sequence[Tensor], norm: Tensor) -> Tensor:
-        new = lane.stream
+        old, new = lane.advance(stores=step.stores_stream)
         if absorbed:
-            old, new = lane.advance(aside=step.aside)
+            if not step.stores_stream:
+                new = torch.empty_like(old)
             if step.keeps_stream:
                 torch.add(old, absorbed[0], out=new)
             else:

@@ -40,11 +40,17 @@ class Step:
     adds_output: int | None = None  # parallel: this rank's attention partial joins the MLP's message
     first_norm: bool = False  # parallel: the MLP reads through the layer's first norm
     lane: int = 0
-    aside: bool = False  # the stream with the outputs added is read and not kept: a later step of the lane absorbs them again
+    aside: bool = (
+        False  # the stream with the outputs added is read and not kept: a later step absorbs them again, or there is none
+    )
 
     @property
     def name(self) -> str:
         return f"{self.kind} {self.layer}"
+
+    @property
+    def stores_stream(self) -> bool:
+        return bool(self.absorbs) and not self.aside
 
 
 @dataclass(frozen=True)
@@ -173,7 +179,7 @@ def _plan_one_lane(wiring: Wiring) -> Plan:
             pending.append(output)
     agree(wiring.num_layers)
     taken, keep = absorb(0)
-    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False)
+    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, aside=True)
     return Plan(wiring, 1, tuple(steps), final)
 
 
@@ -195,7 +201,7 @@ def _plan_two_lanes(wiring: Wiring) -> Plan:
             taken, keep = absorb(lane, max(output - behind, 0))
             steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane))
     taken, keep = absorb(1, 2 * wiring.num_layers)
-    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1)
+    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1, aside=True)
     return Plan(wiring, 2, tuple(steps), final)
 
 
@@ -211,7 +217,8 @@ def _plan_woven(wiring: Wiring) -> Plan:
             steps.append(Step(kind, layer, output, absorbs, keeps_stream=kept >= 0, aside=kind == "attention"))
             if kind == "mlp":
                 kept = newest
-    final = Step("head", wiring.num_layers, -1, tuple(range(kept + 1, 2 * wiring.num_layers + 1)), reduce=False)
+    absorbs = tuple(range(kept + 1, 2 * wiring.num_layers + 1))
+    final = Step("head", wiring.num_layers, -1, absorbs, reduce=False, aside=True)
     return Plan(wiring, 1, tuple(steps), final, woven=True)
 
 
