@@ -46,10 +46,10 @@ class Driver:
         return 700 if self.refuses else 0
 
 
-def settle(monkeypatch: pytest.MonkeyPatch, made: Driver, *, behind: int, beside=(OUTPUT,)) -> bool:
+def settle(monkeypatch: pytest.MonkeyPatch, made: Driver, *, behind: int, beside=(OUTPUT,), sums=()) -> bool:
     monkeypatch.setattr(graph_edges, "driver", lambda: made)
     assert graph_edges.can_change_edges()
-    return graph_edges.wait_for_joined(SimpleNamespace(raw_cuda_graph=lambda: 99), LINE, beside, behind)
+    return graph_edges.wait_for_joined(SimpleNamespace(raw_cuda_graph=lambda: 99), LINE, beside, behind, sums)
 
 
 def step() -> Driver:
@@ -69,6 +69,23 @@ def test_a_kernel_that_also_runs_beside_the_line_is_waited_for(monkeypatch: pyte
     made = step()
     assert settle(monkeypatch, made, behind=1, beside=(OUTPUT, DOWN))
     assert made.edges[1, 3] == made.edges[2, 3] == 0
+
+
+def test_an_early_sum_has_down_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gate/up, down, its sum behind the sum before (one stream for both), then QKV, which joins attention's, then gate/up."""
+    nodes = {1: GATE_UP, 2: DOWN, 3: SUM, 4: SUM, 5: QKV, 6: SUM, 7: GATE_UP, 8: OUTPUT}
+    kept = {(1, 2): EARLY, (2, 4): EARLY, (8, 6): EARLY, (5, 7): EARLY, (4, 7): EARLY}
+    made = Driver(nodes, {**kept, (3, 4): EARLY, (2, 5): EARLY, (6, 5): EARLY})
+    assert settle(monkeypatch, made, behind=1, sums=(SUM,))
+    assert made.edges == {**kept, (1, 5): 0, (6, 5): 0}
+
+
+def test_a_sum_that_is_not_early_leaves_down_to_qkv(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = {1: GATE_UP, 2: DOWN, 3: SUM, 4: SUM, 5: QKV}
+    edges = {(1, 2): EARLY, (2, 4): 0, (3, 4): 0, (2, 5): EARLY}
+    made = Driver(nodes, dict(edges))
+    assert settle(monkeypatch, made, behind=1, sums=(SUM,))
+    assert made.edges == edges
 
 
 @pytest.mark.parametrize("what", ["not found", "two early", "refused"])

@@ -51,6 +51,7 @@ class Announced(NoReducer):
 
     def reduce(self, message, total, lane, launch):
         total.copy_(message)
+        launch.dependent = True  # what waits for it may begin before its end
 
 
 def run(wiring: Wiring, schedule: str, tp: int, rank: int, tokens: torch.Tensor, reducer=None, ops=PrefillOps):
@@ -208,8 +209,24 @@ def test_who_waits_for_the_product_before(announced: bool) -> None:
     reducer = Announced() if announced else None
     run(Wiring.parse("ladder", LAYERS), "woven", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=reducer, ops=Ops)
     newest = BEHIND_BUT_NEWEST if announced else BEHIND  # without sums nothing made two kernels ago is still under way
-    # the first product is an ordinary launch, and down reads what gate/up makes
+    # the first product reads the embedding, and down what gate/up makes
     assert Ops.launchers[0].noted == [2, newest, 2, *[BEHIND, newest, 2] * (LAYERS - 1)]
+
+
+@pytest.mark.parametrize(("schedule", "early"), [("one", True), ("two", False), ("woven", True)])
+def test_the_first_product_may_begin_before_the_embeddings_sum_ends(schedule: str, early: bool) -> None:
+    """On the same stream; an event comes between where attention has another."""
+    noted = []
+
+    class Ops(PrefillOps):
+        launchers = (Launcher(), Launcher())
+
+        def qkv(self, step, lane, absorbed):
+            super().qkv(step, lane, absorbed)
+            noted.append(self.launchers[step.lane].dependent)
+
+    run(Wiring.parse("ladder", LAYERS), schedule, 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=Announced(), ops=Ops)
+    assert noted[0] == early
 
 
 class Noting(Announced):
@@ -232,17 +249,28 @@ def test_sums_beside_the_line_begin_early_only_where_the_ops_say_so(monkeypatch:
     assert beside == [early] * (2 * LAYERS - 1)
 
 
+@pytest.mark.parametrize("before", [True, False])
+def test_beside_a_woven_line_only_the_mlps_sums_begin_early(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And only if products read before they wait: then QKV makes way for them."""
+    monkeypatch.setattr(PrefillOps, "early_sums", True)
+    monkeypatch.setattr(PrefillOps, "reads_before", before)
+    reducer = Noting()
+    run(Wiring.parse("ladder", LAYERS), "woven", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=reducer)
+    assert reducer.early[1:-1] == ([False, before] * LAYERS)[:-1]
+
+
 def test_tiles_say_whether_sums_begin_early() -> None:
     sets = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 2048)
-    assert [tiles.early_sums for tiles in sets] == [bool(tiles.gate_up.shared) for tiles in sets]
-    assert sum(tiles.early_sums for tiles in sets) == 1
+    woven = [tiles for tiles in sets if "woven" in tiles.schedules]
+    assert [tiles for tiles in sets if tiles.early_sums] == [*(tiles for tiles in sets if tiles.gate_up.shared), woven[0]]
+    assert sum(tiles.early_sums for tiles in sets) == 2
 
 
 def test_tiles_of_a_woven_line() -> None:
     """Its products are walkers, which can read ahead, and attention beside them has no more programs than find room."""
     sets = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 2560)
     woven = [tiles for tiles in sets if "woven" in tiles.schedules]
-    assert (woven[0].qkv.walkers, woven[0].gate_up.walkers, woven[0].gate_up.turn, woven[0].splits) == (1, 1, 0.6, 16)
+    assert (woven[0].qkv.walkers, woven[0].gate_up.walkers, woven[0].gate_up.turn, woven[0].splits) == (1, 1, 0.7, 16)
     assert [tiles.gate_up.second for tiles in woven] == [True, False]
     assert len(woven) == 2
     assert all(tiles.schedules == ("one", "two") for tiles in sets if tiles not in woven)

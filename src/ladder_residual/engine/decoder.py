@@ -58,7 +58,7 @@ class DecodeEngine:
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
         max_context: int = 2048, schedule: str = "auto", products: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None,
         release: bool = False,
-        stream_priorities: tuple[int, int] = (0, -5), leave_multiprocessors: int | None = None,
+        stream_priorities: tuple[int, int] | None = None, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
         sizes = {"batch": batch, "max_context": max_context, "tp": tp, "rank": rank}
@@ -200,9 +200,11 @@ class DecodeEngine:
             assert self._groups is not None
             reducer = NcclReducer(self._groups)
         # Sums go first when a multiprocessor frees up: a matrix product leaves them none until it ends, nor does a kernel that was
-        # launched early and waits.
+        # launched early and waits. And down, launched before the output product beside it, would leave that none until it is through
+        # itself: then attention's sum and the next layer are late, and so is the output product there.
+        priorities = self._priorities or (-2 if plan.skips and ops.reads_before else 0, -5)
         return Executor(
-            plan, ops, reducer, CudaStreams(self.device, priorities=self._priorities), rows=rows, hidden=self.sizes.hidden,
+            plan, ops, reducer, CudaStreams(self.device, priorities=priorities), rows=rows, hidden=self.sizes.hidden,
             tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device,
         )  # fmt: skip
 

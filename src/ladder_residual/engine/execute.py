@@ -80,8 +80,9 @@ class Executor:
         for launcher in launchers:
             launcher.dependent, launcher.behind = False, 0
         self.ops.embed(tokens, self._embedding[0])
-        if not self.reducer.silent:
-            self.reducer.reduce(*self._embedding, 0, Launcher(pdl=0))
+        if not self.reducer.silent:  # itself an ordinary launch; on its own stream the first product may begin before its end
+            self.reducer.reduce(*self._embedding, 0, launchers[0])
+            launchers[0].dependent &= plan.lanes == 1
         self._events: dict[int, Any] = {}
         self._awaited: set[tuple[str, int]] = set()
         if plan.lanes == 2:
@@ -96,7 +97,7 @@ class Executor:
                 if step.kind == "agree":
                     self._agree(step, lane, absorbed, self._message(step), launcher)
                 elif step.kind == "attention":
-                    if before:
+                    if before and step.layer > 0:  # the first reads the embedding, which was made just now
                         launcher.next_waits = BEHIND
                     self.ops.qkv(step, lane, absorbed)
                     if plan.weaves(step):
