@@ -21,7 +21,7 @@ LINKS = ("none", "5us", "18us", "24us", "64us")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/engine"))
-    parser.add_argument("--parts", default="batch1,launch,products,batches,beside,prefill,e2e,profile,whole,peers")
+    parser.add_argument("--parts", default="bound,batch1,launch,products,batches,beside,prefill,e2e,profile,whole,peers")
     parser.add_argument("--products", default="auto", help="of batches 2 to 16: cublas, triton or auto")
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
@@ -38,9 +38,12 @@ def main() -> None:
     if "whole" in parts:  # the same model on the whole card, without its peers
         asked = dict(model="llama-3.1-8b", tp=1, links=("none",), context=1100, repeats=options.repeats)
         keep("8b-tp1-decode", bench_decode(**asked))
-    if set(parts) & {"batch1", "launch", "products", "batches", "beside", "prefill", "e2e", "profile"}:
+    if set(parts) & {"bound", "batch1", "launch", "products", "batches", "beside", "prefill", "e2e", "profile"}:
         shard = Shard("llama-3-70b", 8)
         every = ("standard", "ladder", "parallel", "desync-2x", "no-comm")
+        if "bound" in parts:  # the figure with the least room, by itself: cards differ
+            few = bench_decode(shard=shard, tp=8, links=("none", "5us"), repeats=5 * options.repeats)
+            keep("70b-tp8-bound", few)
         if "batch1" in parts:
             keep(
                 "70b-tp8-batch1",

@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ladder_residual.bench.gpu import bench_decode, bench_e2e, bench_prefill
+from ladder_residual.bench import gpu
+from ladder_residual.bench.gpu import bench_decode, bench_e2e, bench_prefill, time_in_turns
 from ladder_residual.bench.gpu_peers import Peers
 from ladder_residual.bench.gpu_report import main, reading_too_low, render, spread, sums_that_outlast_their_link
 from ladder_residual.bench.peers_plain import PlainDecoder
@@ -36,6 +37,37 @@ ROOT = Path(__file__).parent.parent
 def script(name: str) -> SimpleNamespace:
     """What a file of ``runs`` defines."""
     return SimpleNamespace(**runpy.run_path(str(ROOT / "runs" / f"{name}.py")))
+
+
+class Counting:
+    """An engine whose steps note who ran at which context."""
+
+    def __init__(self, name: str, log: list[tuple[str, int]]) -> None:
+        self.name, self.log, self.length = name, log, 0
+
+    def reset(self, length: int, *, random_context: bool = False) -> None:
+        self.length = length
+
+    def replay(self) -> None:
+        self.log.append((self.name, self.length))
+        self.length += 1
+
+
+def test_what_is_compared_is_timed_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[tuple[str, int]] = []
+    first, second = Counting("first", log), Counting("second", log)
+
+    def timed(step, repeats: int) -> list[float]:
+        del log[-3:]  # what only warms up
+        for _ in range(repeats):
+            step()
+        return [float(context) for _, context in log[len(log) - repeats :]]
+
+    monkeypatch.setattr(gpu, "time_on_device", timed)
+    taken = time_in_turns([first, second, first], context=100, repeats=7, turns=3)
+    contexts = [97.0, 98.0, 99.0, 100.0, 101.0, 102.0, 103.0]
+    assert taken == {id(first): contexts, id(second): contexts}
+    assert [name for name, _ in log] == [*["first"] * 2, *["second"] * 2] * 2 + [*["first"] * 3, *["second"] * 3]
 
 
 def test_fixed_and_linear_links() -> None:

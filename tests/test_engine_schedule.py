@@ -262,8 +262,8 @@ def test_beside_a_woven_line_only_the_mlps_sums_begin_early(before: bool, monkey
 def test_tiles_say_whether_sums_begin_early() -> None:
     sets = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 2048)
     woven = [tiles for tiles in sets if "woven" in tiles.schedules]
-    assert [tiles for tiles in sets if tiles.early_sums] == [*(tiles for tiles in sets if tiles.gate_up.shared), woven[0]]
-    assert sum(tiles.early_sums for tiles in sets) == 2
+    assert [tiles for tiles in sets if tiles.early_sums] == [*(tiles for tiles in sets if tiles.gate_up.shared), *woven[:2]]
+    assert sum(tiles.early_sums for tiles in sets) == 3
 
 
 def test_tiles_of_a_woven_line() -> None:
@@ -271,11 +271,11 @@ def test_tiles_of_a_woven_line() -> None:
     sets = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 2560)
     woven = [tiles for tiles in sets if "woven" in tiles.schedules]
     assert (woven[0].qkv.walkers, woven[0].gate_up.walkers, woven[0].gate_up.turn, woven[0].splits) == (1, 1, 0.7, 16)
-    assert [tiles.gate_up.second for tiles in woven] == [True, False]
-    assert len(woven) == 2
+    assert [tiles.gate_up.second for tiles in woven] == [True, True, False]
+    assert [tiles.splits for tiles in woven[:2]] == [16, 8]
     assert all(tiles.schedules == ("one", "two") for tiles in sets if tiles not in woven)
     long = GemvTiles.candidates(RankSizes.of(presets()["llama-3-70b"], 8, 0), 32768)
-    assert [tiles.splits for tiles in long if "woven" in tiles.schedules] == [32, 32]
+    assert [tiles.splits for tiles in long if "woven" in tiles.schedules] == [32, 16, 32]
 
 
 def test_only_layers_whose_mlp_does_not_wait_for_attention_are_woven() -> None:

@@ -59,7 +59,7 @@ def woven_tiles(shape: ModelShape) -> list[GemvTiles]:
 
 @parametrize("link", ["none", "1us", "5us", "5us+launch", "20us"])
 @parametrize("hidden", [1024, 2048])
-@parametrize("which", [0, 1])
+@parametrize("which", [0, 1, 2])
 def test_reading_before_waiting_changes_no_bit(link: str, hidden: int, which: int) -> None:
     # gate/up's walks have several blocks, those of the first programs more
     shape = replace(SHAPE, num_layers=12, hidden_size=hidden, intermediate_size=28672)
@@ -67,7 +67,7 @@ def test_reading_before_waiting_changes_no_bit(link: str, hidden: int, which: in
     sizes, walk = RankSizes.of(shape, 2, 0), tiles.gate_up
     blocks, most = 2 * sizes.intermediate // walk.rows, walk.walkers * multiprocessors(torch.device("cuda"))
     assert blocks > 2 * most or not walk.walkers
-    assert bool(tiles.qkv.walkers) == ((hidden, which) != (2048, 1))  # there QKV is cut into slices: only gate/up reads before
+    assert bool(tiles.qkv.walkers) == ((hidden, which) != (2048, 2))  # there QKV is cut into slices: only gate/up reads before
     waiting = logits_of_steps(shape, link, tiles, reads_before=False)
     assert torch.isfinite(waiting).all()
     assert torch.equal(waiting, logits_of_steps(shape, link, tiles, reads_before=True))

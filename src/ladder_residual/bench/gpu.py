@@ -102,40 +102,28 @@ def bench_decode(
     rows: list[dict[str, Any]] = []
     others = Peers(shard)
     for batch in batches:
-        bound: float | None = None
+        quiet: DecodeEngine | None = None  # standard without communication, timed beside every link
         for link_name in dict.fromkeys(("none", *links)):
             link = parse_link(link_name, tp=tp)
-            baseline: float | None = None
             asked = wirings if link_name in links else ("standard",)
-            for wiring in sorted(asked, key=lambda wiring: wiring != "standard"):  # the others are compared with it
-                if wiring == "no-comm" and link_name != "none":
-                    continue  # it never communicates: one row is enough
-                engine = shard.engine(wiring, link, batch=batch, max_context=max_context, schedule=schedule, products=products)
-                times = time_steps(engine, context, repeats)
-                step = median(times)
-                if wiring == "standard":
-                    baseline = step
-                    bound = step if link_name == "none" else bound
-                rows.append(
-                    {
-                        "batch": batch,
-                        "link": link_name,
-                        "link_us": round(link.microseconds(batch * shard.sizes.hidden * 2), 2),
-                        "early": link.early,
-                        "wiring": wiring,
-                        "schedule": engine.schedule,
-                        "products": engine.products,
-                        "schedules_tried_ms": {name: round(time_ms, 4) for name, time_ms in engine.step_ms.items()},
-                        "ms_per_token": round(step, 4),
-                        **spread(times),
-                        "tokens_per_s": round(batch * 1e3 / step, 1),
-                        "over_standard": round(baseline / step, 4) if baseline else None,
-                        "of_no_comm_bound": round(bound / step, 4) if bound else None,
-                        "startup_s": round(engine.startup_seconds, 2),
-                    }
-                )
-                del engine
-                torch.cuda.empty_cache()
+            # no-comm never communicates: one row is enough
+            shown = [wiring for wiring in asked if wiring != "no-comm" or link_name == "none"]
+            engines = {
+                wiring: shard.engine(wiring, link, batch=batch, max_context=max_context, schedule=schedule, products=products)
+                for wiring in sorted(shown, key=lambda wiring: wiring != "standard")
+            }
+            if not engines:
+                continue
+            quiet = engines.get("standard") if link_name == "none" else quiet
+            times = time_in_turns([*engines.values(), *([quiet] if quiet else [])], context, repeats)
+            sized = {"batch": batch, "link": link_name, "link_us": round(link.microseconds(batch * shard.sizes.hidden * 2), 2)}
+            compared = (times.get(id(engines.get("standard"))), times.get(id(quiet)))
+            rows += [
+                {**sized, "early": link.early, "wiring": wiring, **_decode_row(engine, times[id(engine)], *compared)}
+                for wiring, engine in engines.items()
+            ]
+            engines.clear()
+            torch.cuda.empty_cache()
             if peers:
                 others.decode(link_name, batch=batch, context=context, max_context=max_context, repeats=repeats)
     # the card's clocks move: the better of two measurements, before and after, is the roofline
@@ -158,6 +146,25 @@ def bench_decode(
         "rows": rows,
         **others.compared(rows, "ms_per_token"),
         **environment(),
+    }
+
+
+def _decode_row(
+    engine: DecodeEngine, times: Sequence[float], standard: Sequence[float] | None, bound: Sequence[float] | None
+) -> dict[str, Any]:
+    """What an engine's steps took, beside those of standard and of standard without communication, timed in turns with it."""
+    step = median(times)
+    return {
+        "schedule": engine.schedule,
+        "products": engine.products,
+        "schedules_tried_ms": {name: round(time_ms, 4) for name, time_ms in engine.step_ms.items()},
+        "ms_per_token": round(step, 4),
+        **spread(times),
+        "tokens_per_s": round(engine.batch * 1e3 / step, 1),
+        "over_standard": round(median(standard) / step, 4) if standard else None,
+        "bound_ms": round(median(bound), 4) if bound else None,
+        "of_no_comm_bound": round(median(bound) / step, 4) if bound else None,
+        "startup_s": round(engine.startup_seconds, 2),
     }
 
 
@@ -282,10 +289,17 @@ def links_of(links: Sequence[str], tp: int) -> Sequence[str]:
     return links if tp > 1 else ("none",)
 
 
-def time_steps(engine: DecodeEngine, context: int, repeats: int) -> list[float]:
-    """Milliseconds of single graph replays, each between its own pair of events; the context grows by one a step."""
-    engine.reset(context - repeats // 2, random_context=True)
-    for _ in range(3):
-        engine.replay()
-    engine.reset(context - repeats // 2)
-    return time_on_device(engine.replay, repeats)
+def time_in_turns(engines: Sequence[DecodeEngine], context: int, repeats: int, turns: int = 5) -> dict[int, list[float]]:
+    """Milliseconds of single graph replays by ``id`` of the engine, each between its own pair of events; the context grows by one a step.
+    The engines take turns: a card's speed drifts, and so it does for all of them alike."""
+    taken: dict[int, list[float]] = {id(engine): [] for engine in engines}
+    first = context - repeats // 2
+    bounds = [first + repeats * turn // turns for turn in range(turns + 1)]
+    for turn, (start, stop) in enumerate(itertools.pairwise(bounds)):
+        for engine in {id(engine): engine for engine in engines}.values():
+            engine.reset(start, random_context=turn == 0)
+            for _ in range(3):
+                engine.replay()
+            engine.reset(start)
+            taken[id(engine)] += time_on_device(engine.replay, stop - start)
+    return taken
