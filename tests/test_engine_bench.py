@@ -106,7 +106,7 @@ def test_an_ordinary_sum_ties_neither_itself_nor_what_follows_to_its_neighbour(m
     monkeypatch.setattr(reducers, "Launcher", Noting)
     lane = Noting(dependent=True, carveout=100)
     message = torch.zeros(1, 8192)
-    reducers.EmulatedReducer(parse_link(text)).reduce(message, message.clone(), 0, lane)
+    reducers.EmulatedReducer(parse_link(text), message.device).reduce(message, message.clone(), 0, lane)
     assert started == [(1, True, 100) if early else (0, False, 100)]
     assert lane.dependent == early
 

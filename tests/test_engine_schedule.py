@@ -44,7 +44,7 @@ WIRINGS = [
 class Announced(NoReducer):
     """Sums nothing, but says it has something to wait for, so that the executor starts and waits for sums."""
 
-    silent = False
+    silent, early = False, True
 
     def allocate(self, rows, hidden, dtype, device):
         return super().allocate(rows, hidden, dtype, device)[0], super().allocate(rows, hidden, dtype, device)[0]
@@ -233,20 +233,23 @@ class Noting(Announced):
     """Whether each sum could have begun before its message was there."""
 
     def __init__(self) -> None:
-        self.early: list[bool] = []
+        self.begun: list[bool] = []
 
     def reduce(self, message, total, lane, launch):
-        self.early.append(launch.dependent)
+        self.begun.append(launch.dependent)
         super().reduce(message, total, lane, launch)
 
 
-@pytest.mark.parametrize("early", [False, True])
-def test_sums_beside_the_line_begin_early_only_where_the_ops_say_so(monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
-    monkeypatch.setattr(PrefillOps, "early_sums", early)
+@pytest.mark.parametrize(("ops", "sums"), [(False, True), (True, False), (True, True)])
+def test_sums_beside_the_line_begin_early_only_where_ops_and_reducer_say_so(
+    monkeypatch: pytest.MonkeyPatch, ops: bool, sums: bool
+) -> None:
+    monkeypatch.setattr(PrefillOps, "early_sums", ops)
+    monkeypatch.setattr(Noting, "early", sums)
     reducer = Noting()
     run(Wiring.parse("ladder", LAYERS), "one", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=reducer)
-    beside = reducer.early[1:-1]  # the embedding's sum, and the last one, which the head waits for, are in line
-    assert beside == [early] * (2 * LAYERS - 1)
+    beside = reducer.begun[1:-1]  # the embedding's sum, and the last one, which the head waits for, are in line
+    assert beside == [ops and sums] * (2 * LAYERS - 1)
 
 
 @pytest.mark.parametrize("before", [True, False])
@@ -256,7 +259,7 @@ def test_beside_a_woven_line_only_the_mlps_sums_begin_early(before: bool, monkey
     monkeypatch.setattr(PrefillOps, "reads_before", before)
     reducer = Noting()
     run(Wiring.parse("ladder", LAYERS), "woven", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=reducer)
-    assert reducer.early[1:-1] == ([False, before] * LAYERS)[:-1]
+    assert reducer.begun[1:-1] == ([False, before] * LAYERS)[:-1]
 
 
 def test_tiles_say_whether_sums_begin_early() -> None:

@@ -201,8 +201,10 @@ class DecodeEngine:
             reducer = NcclReducer(self._groups)
         # Sums go first when a multiprocessor frees up: a matrix product leaves them none until it ends, nor does a kernel that was
         # launched early and waits. And down, launched before the output product beside it, would leave that none until it is through
-        # itself: then attention's sum and the next layer are late, and so is the output product there.
-        priorities = self._priorities or (-2 if plan.skips and ops.reads_before else 0, -5)
+        # itself: then attention's sum and the next layer are late, and so is the output product there. (Gate/up must be on the card
+        # by then, or the output product would keep it out: it is if nothing holds its launch up.)
+        woven = plan.skips and ops.reads_before and (reducer.silent or reducer.early)
+        priorities = self._priorities or (-2 if woven else 0, -5)
         return Executor(
             plan, ops, reducer, CudaStreams(self.device, priorities=priorities), rows=rows, hidden=self.sizes.hidden,
             tp=self.sizes.tp, dtype=self.weights.dtype, device=self.device,

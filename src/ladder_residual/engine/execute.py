@@ -129,7 +129,8 @@ class Executor:
         """Of two kernels that may both begin before this one ends, in a graph neither does: it is the next product that may, and the sum
         starts when its message is there. Unless the tiles are made for it, or, woven, a product that does not need the message makes
         way for the MLP's (``graph_edges.py``); attention's has time."""
-        return self.ops.early_sums and (not self.plan.woven or (self._reads_before and side == 1))
+        made_for = self.ops.early_sums and self.reducer.early
+        return made_for and (not self.plan.woven or (self._reads_before and side == 1))
 
     def _message(self, step: Step) -> Tensor:
         return self._ring[self._slots[step.output]][0]

@@ -25,6 +25,7 @@ class EngineReducer(Protocol):
     name: str
     silent: bool  # nothing to wait for: a message is its own sum
     multiprocessors: int  # that a sum keeps busy while it runs
+    early: bool  # sums may be launched before their message is there, and what waits for one before its end
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         """(message, sum): where a module writes and where its consumers read; may be one tensor."""
@@ -38,7 +39,7 @@ class EngineReducer(Protocol):
 class NoReducer:
     """One rank, or an emulated rank with a link that costs nothing."""
 
-    name, silent, multiprocessors = "none", True, 0
+    name, silent, multiprocessors, early = "none", True, 0, False
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         message = torch.full((rows, hidden), float("nan"), dtype=dtype, device=device)
@@ -53,8 +54,8 @@ class EmulatedReducer(NoReducer):
 
     name, silent, multiprocessors = "emulated", False, 8
 
-    def __init__(self, link: Link) -> None:
-        self.link = link
+    def __init__(self, link: Link, device: torch.device) -> None:
+        self.link, self.early = link, link.early and hopper(device)
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         return tuple(torch.full((rows, hidden), float("nan"), dtype=dtype, device=device) for _ in range(2))  # type: ignore[return-value]
@@ -66,10 +67,9 @@ class EmulatedReducer(NoReducer):
         nanoseconds = round(1000 * self.link.microseconds(size))
         piece = COPIED if message.numel() <= LARGE else 16 * COPIED
         programs = min(self.multiprocessors, -(-message.numel() // piece))  # none without a piece of the message
-        early = self.link.early and hopper(message.device)
-        start = launch if early else Launcher(pdl=0, carveout=launch.carveout)
+        start = launch if self.early else Launcher(pdl=0, carveout=launch.carveout)
         start(copy_that_lasts, (programs,), message, total, message.numel(), nanoseconds, BLOCK=piece, warps=8)
-        launch.dependent = early
+        launch.dependent = self.early
 
 
 class NcclReducer(NoReducer):
@@ -167,7 +167,7 @@ def make_reducer(
     if kind == "emulated":
         if link is None:
             raise ValueError("reducer 'emulated' needs a link, such as parse_link('24us')")
-        return NoReducer() if link.silent else EmulatedReducer(link)
+        return NoReducer() if link.silent else EmulatedReducer(link, device)
     if kind not in REAL_REDUCERS:
         raise ValueError(f"unknown reducer {kind!r}; choose from none, emulated, {', '.join(REAL_REDUCERS)}")
     if groups is None:
