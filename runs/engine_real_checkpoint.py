@@ -2,11 +2,13 @@
 
 PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine
 PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine --at-once 1 --dtypes float32
+PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine --control
 
 The first reads all prompts together (products by cuBLAS), the second one after another (the kernels for one sequence). Nothing is timed.
 Where the two best tokens are closer than the dtype resolves either may be chosen, and from there the texts differ. The judge is the
 same model in float32: it reads each text and says, for every token, how far below its own best choice the chosen token lies (0
-where they agree).
+where they agree). ``--control`` runs no engine and needs no GPU: transformers' eager attention against its sdpa, the same model and
+dtype twice, to see how many tokens near ties alone make different.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("results/engine"))
     parser.add_argument("--wirings", default="standard,ladder:last-half,ladder")
     parser.add_argument("--dtypes", default="bfloat16,float16,float32")
+    parser.add_argument("--control", action="store_true", help="transformers' eager attention in the engine's place")
     parser.add_argument("--at-once", type=int, default=len(PROMPTS), help="Prompts in a batch.")
     options = parser.parse_args()
     at_once = options.at_once
@@ -60,18 +63,21 @@ def main() -> None:
         parser.error(f"--at-once {at_once} does not divide the {len(PROMPTS)} prompts")
     from transformers import AutoTokenizer
 
-    world = World(device=torch.device("cuda"))
+    device = torch.device("cuda" if torch.cuda.is_available() or not options.control else "cpu")
+    world = World(device=device)
+    ours = "eager" if options.control else "cuda"
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     tokenizer.padding_side = "left"
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to("cuda")
+    inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True).to(device)
     prompt = inputs["input_ids"].shape[1]
     full_mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"].new_ones(len(PROMPTS), NEW)], -1)
     rows = []
     for wiring, dtype in ((w, d) for w in options.wirings.split(",") for d in options.dtypes.split(",")):
         tokens = {}
-        for kind in ("torch", "cuda"):
-            model: Any = load_model(options.checkpoint, world, wiring=wiring, dtype=dtype)
+        for kind in ("torch", ours):
+            attention = "eager" if kind == "eager" else "sdpa"
+            model: Any = load_model(options.checkpoint, world, wiring=wiring, dtype=dtype, attention=attention)
             if kind == "cuda":
                 model = engine_model(model, world, batch=at_once, max_context=prompt + NEW, exact=True)
             texts = []
@@ -85,32 +91,42 @@ def main() -> None:
             del model
             torch.cuda.empty_cache()
         judge = load_model(options.checkpoint, world, wiring=wiring, dtype="float32")
-        equal = tokens["torch"][:, prompt:] == tokens["cuda"][:, prompt:]
+        equal = tokens["torch"][:, prompt:] == tokens[ours][:, prompt:]
         row: dict[str, Any] = {
             "wiring": f"{wiring}, {dtype}",
             "tokens": equal.numel(),
             "equal_tokens": int(equal.sum()),
             "equal_before_first_difference": [int(one.int().cumprod(0).sum()) for one in equal],
         }
-        for kind in ("torch", "cuda"):
+        for kind in ("torch", ours):
             gap = regret(judge, tokens[kind], full_mask, prompt)
             row[f"{kind}_float32_agrees"] = round(float((gap == 0).float().mean()), 4)
             row[f"{kind}_largest_regret"] = round(float(gap.max()), 4)
-        row["text"] = tokenizer.decode(tokens["cuda"][0, prompt:])[:200]
+        row["text"] = tokenizer.decode(tokens[ours][0, prompt:])[:200]
         rows.append(row)
         print(json.dumps(row), flush=True)
         del judge
         torch.cuda.empty_cache()
     name = Path(options.checkpoint).name
-    result = {"benchmark": "generate", "emulated": False, "model": name, "tp": 1, "batch": at_once, "rows": rows}
+    result: dict[str, Any] = {
+        "benchmark": "generate",
+        "emulated": False,
+        "model": name,
+        "tp": 1,
+        "batch": at_once,
+        "rows": rows,
+    }
+    if options.control:
+        result["control"] = "transformers' eager attention against its sdpa: no engine"
     result["notes"] = [
         "Greedy, prompts of unequal length"
         + (", one after another" if at_once == 1 else "")
         + ". Where the two differ, a float32 copy of the model judged each token after the same words: the",
-        "share of its tokens that float32 would choose too, and by how much (in logits) the engine's worst choice lies below its best.",
+        "share of its tokens that float32 would choose too, and by how much (in logits) the "
+        f"{'other' if options.control else 'engine'}'s worst choice lies below its best.",
     ]
     options.out.mkdir(parents=True, exist_ok=True)
-    suffix = "" if at_once == len(PROMPTS) else f"-batch{at_once}"
+    suffix = ("" if at_once == len(PROMPTS) else f"-batch{at_once}") + ("-control" if options.control else "")
     (options.out / f"generate-{name}{suffix}.json").write_text(json.dumps({**result, **environment()}, indent=1) + "\n")
 
 

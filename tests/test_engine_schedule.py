@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -267,6 +269,13 @@ def test_tiles_say_whether_sums_begin_early() -> None:
     woven = [tiles for tiles in sets if "woven" in tiles.schedules]
     assert [tiles for tiles in sets if tiles.early_sums] == [*(tiles for tiles in sets if tiles.gate_up.shared), *woven[:2]]
     assert sum(tiles.early_sums for tiles in sets) == 3
+
+
+def test_the_gpu_tests_know_how_many_sets_of_tiles_there_are() -> None:
+    known = runpy.run_path(str(Path(__file__).parent / "gpu" / "test_engine_gpu.py"))
+    ranks = [RankSizes.of(presets()[name], tp, 0) for name in ("llama-3-70b", "llama-3.1-8b") for tp in (1, 8)]
+    ranks += [RankSizes.of(replace(known["SHAPE"], hidden_size=hidden), 2, 0) for hidden in (576, 2048)]
+    assert max(len(GemvTiles.candidates(sizes, context)) for sizes in ranks for context in (101, 2560)) == known["SETS"]
 
 
 def test_tiles_of_a_woven_line() -> None:

@@ -10,10 +10,10 @@ import torch
 
 from ladder_residual.config import Wiring
 from ladder_residual.engine import kernels_attention, kernels_project, kernels_walk
-from ladder_residual.engine.gemv_ops import GemvOps, Tile, paired, shares, walking
+from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile, paired, shares, walking
 from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST, Launcher
 from ladder_residual.engine.reducers import NoReducer
-from ladder_residual.engine.spec import EngineSpec
+from ladder_residual.engine.spec import EngineSpec, RankSizes
 from test_engine_kernels import shape, step_against_reference, tiles
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the kernels are tested in tests/gpu")
@@ -165,3 +165,16 @@ def test_no_more_is_asked_for_than_there_is() -> None:
     assert Tile(4, 64, 1, later=64).asked_by(2, pairs) == 16
     assert Tile(4, 64, 1, later=4000).asked_by(8, pairs) == 124  # of 125, in whole 16 bytes
     assert Tile(4, 64, 1).asked_by(8, pairs) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(9))
+def test_every_set_of_tiles_of_a_rank(index: int) -> None:
+    """As an engine of 16-bit weights would try them, QKV in slices and the rest; here in float32, one program after another."""
+    wide = shape(hidden_size=2048, intermediate_size=64, num_layers=2)
+    sets = GemvTiles.candidates(RankSizes.of(wide, 1, 0), 64, itemsize=2)
+    assert len(sets) == 9
+    made, spec = sets[index], EngineSpec.from_shape(wide)
+    schedule = "woven" if "woven" in made.schedules else "two"
+    worst = step_against_reference(spec, Wiring.parse("ladder", 2), 1, 2, lambda *a: GemvOps(*a, made, pdl=0), schedule)
+    assert worst < 2e-5

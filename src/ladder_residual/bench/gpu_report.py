@@ -56,7 +56,9 @@ def render(results: Sequence[dict[str, Any]]) -> str:
         "long as the link column says, on the stream where the real one would run; attention's and the MLP's all-reduces run on",
         "streams of their own (two communicators). *Roofline share* is the time to read the weights and the cache once at the read",
         "bandwidth measured in the same run, over the measured time; between runs that reading moved by a few per cent. Wall-clock",
-        "numbers of one table come from one run. SmolLM2's rows are real weights, and float16 where they say so.",
+        "numbers of one table come from one run. What a row is compared with was timed in turns with it, standard without communication",
+        "once more for every link, so a quotient may differ a little from that of two rows (tables before 2b93e01: one after another).",
+        "SmolLM2's rows are real weights, and float16 where they say so.",
         "",
     ]
     lines += _targets(results)
@@ -128,13 +130,18 @@ def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
         lines.append(f"| slowest start of an engine, s | <= 20 | {', '.join(map(_cell, starts))} | {_verdict(starts, 20)} |")
     real = [result for result in results if result["benchmark"] == "generate" and result["model"] == "smollm2"]
     chosen: dict[str, list[float]] = {}
+    alike: list[str] = []  # transformers against itself, where rounding decides near ties
     for result in real:
         for row in result["rows"]:
+            if result.get("control"):
+                alike += [] if row["wiring"].endswith("float32") else [_cell(row["equal_tokens"] / row["tokens"])]
+                continue
             exact = ", float32" if row["wiring"].endswith("float32") else ""
             where = ", the kernels interpreted on a CPU, float32" if result.get("interpreted") else exact
             chosen.setdefault(where, []).append(row["equal_tokens"] / row["tokens"])
+    control = f"; transformers' eager attention and its sdpa agree in {', '.join(alike)}" if alike else ""
     for where, shares in chosen.items():
-        equal = "reached" if min(shares) == 1 else "missed: below, with what float32 would choose"
+        equal = "reached" if min(shares) == 1 else f"missed: below, with what float32 would choose{control}"
         lines.append(
             f"| greedy tokens of SmolLM2 equal to transformers'{where} | 1 | {', '.join(map(_cell, shares))} | {equal} |"
         )
@@ -159,6 +166,7 @@ def _section(result: dict[str, Any]) -> list[str]:
     lines += _table(_COLUMNS[result["benchmark"]], result["rows"])
     if result.get("peers"):
         lines += ["What a user would have otherwise, in the same run:", "", *_table(_PEER_COLUMNS, result["peers"])]
+    lines += [f"{result['control']}.", ""] if result.get("control") else []
     lines += [*result["notes"], ""] if result.get("notes") else []
     return lines
 
@@ -174,7 +182,8 @@ _COLUMNS: dict[str, dict[str, str]] = {
     "generate": {
         "wiring": "wiring", "tokens": "tokens", "equal_tokens": "equal to transformers' own forward",
         "torch_float32_agrees": "transformers: float32 agrees", "cuda_float32_agrees": "engine: float32 agrees",
-        "cuda_largest_regret": "engine: largest regret",
+        "eager_float32_agrees": "eager: float32 agrees",
+        "cuda_largest_regret": "engine: largest regret", "eager_largest_regret": "eager: largest regret",
         "torch_ms_per_step": "transformers ms/step", "engine_ms_per_step": "engine ms/step",
     },
     "decode": {

@@ -7,6 +7,9 @@ are made ordinary ones here, before the graph is instantiated.
 And of two kernels that may both begin before the end of one, in a graph neither does. Behind down come the MLP's sum, which has its input
 only then, and the next QKV, which reads nothing of it. So if the sum is launched early, it alone stays tied to down: QKV waits for
 gate/up, which is in front of down and wrote the stream, by an ordinary edge, and so needs room on the card to begin, not down's leave.
+The next gate/up may then be on the card before down is through. All it reads before it waits is complete: the stream, since QKV, which
+lets it in, waited for the gate/up that wrote it, and attention's sum, which QKV joined. It stores nothing before the MLP's sum is there,
+which waited for down. And it cannot take down's place: the sum lets it in too, and that was let in when all of down was on the card.
 """
 
 from __future__ import annotations
