@@ -5,9 +5,9 @@
 
 Whoever is launched early holds the line up from the end of its wait to its first product, so little stands between them: weights are
 read in pairs, and the new stream is stored last (or behind the first block, if the second is under way by then), by pieces that are
-read again: out of the registers that hold all of x it took a third of the kernel's instructions. No kernel that may run beside this one writes what a piece is made of. While a sum is awaited (PDL 4)
-the card would run out of reading: part of the output product's weights is asked for into the L2 cache, and the second block right
-behind the newest output, not behind the products of the first.
+read again: out of the registers that hold all of x it took a third of the kernel's instructions. No kernel that may run beside this
+one writes what a piece is made of. While a sum is awaited (PDL 4) the card would run out of reading: part of the output product's
+weights is asked for into the L2 cache, and the second block right behind the newest output, not behind the products of the first.
 """
 
 from __future__ import annotations
