@@ -71,13 +71,39 @@ def test_a_kernel_that_also_runs_beside_the_line_is_waited_for(monkeypatch: pyte
     assert made.edges[1, 3] == made.edges[2, 3] == 0
 
 
-def test_an_early_sum_has_down_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+KEPT = {(1, 2): EARLY, (2, 4): EARLY, (8, 6): EARLY, (5, 7): EARLY, (4, 7): EARLY}
+
+
+def step_with_early_sums() -> Driver:
     """Gate/up, down, its sum behind the sum before (one stream for both), then QKV, which joins attention's, then gate/up."""
     nodes = {1: GATE_UP, 2: DOWN, 3: SUM, 4: SUM, 5: QKV, 6: SUM, 7: GATE_UP, 8: OUTPUT}
-    kept = {(1, 2): EARLY, (2, 4): EARLY, (8, 6): EARLY, (5, 7): EARLY, (4, 7): EARLY}
-    made = Driver(nodes, {**kept, (3, 4): EARLY, (2, 5): EARLY, (6, 5): EARLY})
-    assert settle(monkeypatch, made, behind=1, sums=(SUM,))
-    assert made.edges == {**kept, (1, 5): 0, (6, 5): 0}
+    return Driver(nodes, {**KEPT, (3, 4): EARLY, (2, 5): EARLY, (6, 5): EARLY})
+
+
+def test_an_early_sum_has_down_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = step_with_early_sums()
+    assert settle(monkeypatch, made, behind=1, beside=(OUTPUT, SUM), sums=(SUM,))
+    assert made.edges == {**KEPT, (1, 5): 0, (6, 5): 0}
+
+
+def test_what_makes_way_for_a_sum_has_no_early_edge_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's sum taken for a kernel of the line: its edge would stay early, and QKV read what is still being made."""
+    made = step_with_early_sums()
+    made.functions[6] = GATE_UP
+    assert not settle(monkeypatch, made, behind=1, beside=(OUTPUT, SUM), sums=(SUM,))
+
+
+def test_without_a_gate_up_in_front_nothing_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = step_with_early_sums()
+    made.edges[1, 2] = 0
+    assert settle(monkeypatch, made, behind=1, beside=(OUTPUT, SUM), sums=(SUM,))
+    assert made.edges == {**KEPT, (1, 2): 0, (2, 5): EARLY, (6, 5): 0}
+
+
+def test_a_down_that_also_runs_beside_the_line_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = step_with_early_sums()
+    assert settle(monkeypatch, made, behind=1, beside=(OUTPUT, SUM, DOWN), sums=(SUM,))
+    assert made.edges == {**KEPT, (3, 4): EARLY, (2, 5): 0, (6, 5): 0}
 
 
 def test_a_sum_that_is_not_early_leaves_down_to_qkv(monkeypatch: pytest.MonkeyPatch) -> None:

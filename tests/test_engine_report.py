@@ -60,6 +60,8 @@ def test_a_missed_target_is_shown() -> None:
     # a run that read its bandwidth low is measured with the other's too, standard as well as ladder
     assert page.count("| the same against 5.0 TB/s | >= 0.80 | 0.720, 0.900 | reached in 1 of 2 runs |") == 2
     assert "| slowest start of an engine, s | <= 20 | 21.000, 2.000 | missed |" in page
+    remarked = render([{**run, "rows": [row, quiet], "remark": "cards differ"}])
+    assert "\ncards differ\n" in remarked.partition("## llama")[0]
     part = render([{**run, "layers": 8, "rows": [row]}])
     assert "| ladder over standard at 5us | >= 1.25 | - | - |" in part  # a part of the model is no evidence for the whole
 
@@ -97,7 +99,10 @@ def test_equal_tokens_of_a_dtype_and_of_float32_are_told_apart() -> None:
     assert "some CPU, torch 2, None, commit None." in page
     itself = {**run, "control": "eager against sdpa", "rows": [{**half, "equal_tokens": 6}, whole]}
     page = render([*results, itself])
-    assert "what float32 would choose; transformers' eager attention and its sdpa agree in 0.750 |" in page
+    assert page.count("what float32 would choose; transformers' eager attention and its sdpa agree in 0.750 |") == 1
+    assert (
+        "transformers', float32 | 1 | 0.875 | missed: below, with what float32 would choose |" in page
+    )  # rounding is no excuse
     assert "transformers' | 1 | 0.500 |" in page  # the control is no result of the engine
     assert "\neager against sdpa.\n" in page
 

@@ -254,6 +254,22 @@ def test_sums_beside_the_line_begin_early_only_where_ops_and_reducer_say_so(
     assert beside == [ops and sums] * (2 * LAYERS - 1)
 
 
+@pytest.mark.parametrize("pdl", [0, 1, 2])
+def test_where_nothing_is_launched_early_no_sum_is(pdl: int) -> None:
+    asked: set[int] = set()
+
+    class Asked(Announced):
+        def reduce(self, message, total, lane, launch):
+            asked.add(launch.pdl)
+            super().reduce(message, total, lane, launch)
+
+    class Ops(PrefillOps):
+        launchers = (Launcher(pdl=pdl), Launcher(pdl=pdl))
+
+    run(Wiring.parse("ladder", LAYERS), "one", 2, 0, torch.zeros(1, 1, dtype=torch.long), reducer=Asked(), ops=Ops)
+    assert asked == {pdl, min(pdl, 1)}  # those in line are launched as its kernels are
+
+
 @pytest.mark.parametrize("before", [True, False])
 def test_beside_a_woven_line_only_the_mlps_sums_begin_early(before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """And only if products read before they wait: then QKV makes way for them."""

@@ -48,6 +48,8 @@ def logits_of_steps(shape: ModelShape, link: str, tiles: GemvTiles, *, reads_bef
         )
     waits = engine._executing.ops.launchers[0].started.values()
     assert any(how in (BEHIND, BEHIND_BUT_NEWEST) for how in waits) == reads_before
+    early = reads_before and tiles.early_sums and link != "none" and not link.endswith("+launch")
+    assert bool(engine._executing.early_sums) == early
     torch.manual_seed(6)
     engine.reset(1000, random_context=True)
     return torch.stack([engine.decode(tokens[step : step + 1]).clone() for step in range(STEPS)])

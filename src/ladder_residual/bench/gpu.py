@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..config import Wiring
+from ..engine.cache import KVCache
 from ..engine.decoder import DecodeEngine, check_request
 from ..engine.emulate import Link, parse_link
 from ..engine.gemv_ops import GemvTiles
@@ -62,11 +63,12 @@ class Shard:
         products: str = "auto",
         pdl: int = 1,
         tiles: GemvTiles | None = None,
+        cache: KVCache | None = None,
     ) -> DecodeEngine:
         return DecodeEngine(
             self.spec, Wiring.parse(wiring, self.spec.shape.num_layers), self.weights, tp=self.tp,
             reducer="emulated" if self.tp > 1 else "none", link=link, batch=batch, max_context=max_context, schedule=schedule,
-            products=products, pdl=pdl, tiles=tiles,
+            products=products, pdl=pdl, tiles=tiles, cache=cache,
         )  # fmt: skip
 
     def bytes_per_step(self, batch: int, context: int) -> int:
@@ -103,15 +105,17 @@ def bench_decode(
     others = Peers(shard)
     for batch in batches:
         quiet: DecodeEngine | None = None  # standard without communication, timed beside every link
+        cache: KVCache | None = None  # one for all of a batch's engines, which run in turns
         for link_name in dict.fromkeys(("none", *links)):
             link = parse_link(link_name, tp=tp)
             asked = wirings if link_name in links else ("standard",)
             # no-comm never communicates: one row is enough
             shown = [wiring for wiring in asked if wiring != "no-comm" or link_name == "none"]
-            engines = {
-                wiring: shard.engine(wiring, link, batch=batch, max_context=max_context, schedule=schedule, products=products)
-                for wiring in sorted(shown, key=lambda wiring: wiring != "standard")
-            }
+            engines: dict[str, DecodeEngine] = {}
+            for wiring in sorted(shown, key=lambda wiring: wiring != "standard"):
+                asked_for: dict[str, Any] = dict(schedule=schedule, products=products, cache=cache)
+                engines[wiring] = shard.engine(wiring, link, batch=batch, max_context=max_context, **asked_for)
+                cache = engines[wiring].cache
             if not engines:
                 continue
             quiet = engines.get("standard") if link_name == "none" else quiet

@@ -56,9 +56,9 @@ def render(results: Sequence[dict[str, Any]]) -> str:
         "long as the link column says, on the stream where the real one would run; attention's and the MLP's all-reduces run on",
         "streams of their own (two communicators). *Roofline share* is the time to read the weights and the cache once at the read",
         "bandwidth measured in the same run, over the measured time; between runs that reading moved by a few per cent. Wall-clock",
-        "numbers of one table come from one run. What a row is compared with was timed in turns with it, standard without communication",
-        "once more for every link, so a quotient may differ a little from that of two rows (tables before 2b93e01: one after another).",
-        "SmolLM2's rows are real weights, and float16 where they say so.",
+        "numbers of one table come from one run. Rows of a table of decode steps were timed in turns with what they are compared with,",
+        "standard without communication once more for every link, so that a quotient may differ a little from that of two rows (where the",
+        "result has no `bound_ms`: one after another, as peers are). SmolLM2's rows are real weights, and float16 where they say so.",
         "",
     ]
     lines += _targets(results)
@@ -134,18 +134,20 @@ def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
     for result in real:
         for row in result["rows"]:
             if result.get("control"):
-                alike += [] if row["wiring"].endswith("float32") else [_cell(row["equal_tokens"] / row["tokens"])]
+                if not row["wiring"].endswith("float32"):
+                    alike.append(_cell(row["equal_tokens"] / row["tokens"]))
                 continue
             exact = ", float32" if row["wiring"].endswith("float32") else ""
             where = ", the kernels interpreted on a CPU, float32" if result.get("interpreted") else exact
             chosen.setdefault(where, []).append(row["equal_tokens"] / row["tokens"])
     control = f"; transformers' eager attention and its sdpa agree in {', '.join(alike)}" if alike else ""
     for where, shares in chosen.items():
-        equal = "reached" if min(shares) == 1 else f"missed: below, with what float32 would choose{control}"
+        equal = "reached" if min(shares) == 1 else "missed: below, with what float32 would choose" + ("" if where else control)
         lines.append(
             f"| greedy tokens of SmolLM2 equal to transformers'{where} | 1 | {', '.join(map(_cell, shares))} | {equal} |"
         )
-    return [*lines, ""]
+    remarks = [result["remark"] for result in results if result.get("remark")]
+    return [*lines, "", *([*remarks, ""] if remarks else [])]
 
 
 def _verdict(values: Sequence[float], most: float) -> str:

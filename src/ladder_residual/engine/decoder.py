@@ -57,7 +57,7 @@ class DecodeEngine:
         self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
         max_context: int = 2048, schedule: str = "auto", products: str = "auto", pdl: int = 1, tiles: GemvTiles | None = None,
-        release: bool = False,
+        release: bool = False, cache: KVCache | None = None,
         stream_priorities: tuple[int, int] | None = None, leave_multiprocessors: int | None = None,
     ) -> None:  # fmt: skip
         began = time.perf_counter()
@@ -77,9 +77,14 @@ class DecodeEngine:
         self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups, dtype=self.weights.dtype, device=self.device)
         self._groups = groups
         self._leave = leave_multiprocessors
-        require_memory(self.sizes, self.weights.dtype, self.device, batch=batch, max_context=max_context)
+        if cache is None:
+            require_memory(self.sizes, self.weights.dtype, self.device, batch=batch, max_context=max_context)
+        elif (cache.batch, cache.max_context) != (batch, max_context):
+            raise ValueError(
+                f"the cache is for batch {cache.batch} and context {cache.max_context}, not {batch} and {max_context}"
+            )
         with torch.cuda.device(self.device):
-            self.cache = KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
+            self.cache = cache or KVCache(spec, self.sizes, batch, max_context, self.weights.dtype, self.device)
             self._pdl, self._tiles, self._priorities = pdl if hopper(self.device) else 0, tiles, stream_priorities
             self._reads_before = self._all_ranks(can_change_edges())
             self._tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
@@ -203,7 +208,8 @@ class DecodeEngine:
         # launched early and waits. And down, launched before the output product beside it, would leave that none until it is through
         # itself: then attention's sum and the next layer are late, and so is the output product there. (Gate/up must be on the card
         # by then, or the output product would keep it out: it is if nothing holds its launch up.)
-        woven = plan.skips and ops.reads_before and (reducer.silent or reducer.early)
+        early = reducer.silent or (ops.early_sums and reducer.early)
+        woven = plan.skips and ops.reads_before and early and self._pdl
         priorities = self._priorities or (-2 if woven else 0, -5)
         return Executor(
             plan, ops, reducer, CudaStreams(self.device, priorities=priorities), rows=rows, hidden=self.sizes.hidden,
@@ -285,9 +291,9 @@ class DecodeEngine:
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.no_grad(), torch.cuda.graph(graph):
             step()
-        if plan.skips and executor.ops.reads_before:
-            line, beside = executor.ops.launchers
-            found = wait_for_joined(graph, line.started, beside.started, line.behind, executor.early_sums)
+        if executor.reads_before:
+            line = executor.ops.launchers[0]
+            found = wait_for_joined(graph, line.started, executor.beside, line.behind, executor.early_sums)
             if not self._all_ranks(found):
                 warnings.warn(
                     "kernels of the captured step were not found again: a woven line waits before it reads", stacklevel=2

@@ -65,17 +65,17 @@ class Executor:
         self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
         self._slots = {step.output: index % RING for index, step in enumerate(plan.steps)}
         self._by_output = {step.output: step for step in plan.steps}
-        carveout = ops.launchers[0].carveout if ops.launchers else None
-        if plan.schedule == "woven" and ops.launchers and ops.launchers[0].pdl:
+        line = ops.launchers[0] if ops.launchers else Launcher(pdl=0)
+        if plan.schedule == "woven" and line.pdl:
             # Down, let in as gate/up begins, would keep attention's programs out. And whoever reads before it waits relies on it that
             # the kernel in front of it was let in only when all before that was complete.
-            ops.launchers[0].pdl = 2
-        self._sum_launchers = [Launcher(carveout=carveout) for _ in range(2)]
+            line.pdl = 2
+        self._sum_launchers = [Launcher(pdl=min(line.pdl, 1), carveout=line.carveout) for _ in range(2)]
         widest = max(len(step.absorbs) for step in (*plan.steps, plan.final))
         assert widest <= MAX_ABSORBS, f"a step absorbs {widest} outputs, the kernels take {MAX_ABSORBS}"
 
     def run(self, tokens: Tensor, logits: Tensor) -> None:
-        plan, streams, before = self.plan, self.streams, self._reads_before
+        plan, streams, before = self.plan, self.streams, self.reads_before
         launchers = self.ops.launchers or [Launcher(pdl=0), Launcher(pdl=0)]
         for launcher in launchers:
             launcher.dependent, launcher.behind = False, 0
@@ -117,12 +117,18 @@ class Executor:
         self.ops.head(final, self._lanes[final.lane], absorbed, logits)
 
     @property
-    def _reads_before(self) -> bool:
+    def reads_before(self) -> bool:
+        """Whether products of the line may read before they wait."""
         return self.plan.skips and self.ops.reads_before
 
     @property
+    def beside(self) -> set[int]:
+        """Compiled kernels that were started on other streams than a woven line's."""
+        return {function for launcher in (*self.ops.launchers[1:], *self._sum_launchers) for function in launcher.started}
+
+    @property
     def early_sums(self) -> Collection[int]:
-        """Compiled kernels of sums that are launched beside the line before their message is there."""
+        """Those of them that are sums launched before their message is there."""
         return self._sum_launchers[1].started if self._sums_early(1) else ()
 
     def _sums_early(self, side: int) -> bool:
@@ -130,7 +136,7 @@ class Executor:
         starts when its message is there. Unless the tiles are made for it, or, woven, a product that does not need the message makes
         way for the MLP's (``graph_edges.py``); attention's has time."""
         made_for = self.ops.early_sums and self.reducer.early
-        return made_for and (not self.plan.woven or (self._reads_before and side == 1))
+        return made_for and (not self.plan.woven or (self.reads_before and side == 1))
 
     def _message(self, step: Step) -> Tensor:
         return self._ring[self._slots[step.output]][0]

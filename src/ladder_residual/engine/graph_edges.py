@@ -56,9 +56,9 @@ def wait_for_joined(
     graph: torch.cuda.CUDAGraph, line: Mapping[int, int], beside: Container[int], behind: int, sums: Collection[int] = ()
 ) -> bool:
     """``line``: the line's compiled kernels and how each waits; ``beside``: those of other streams; ``behind``: how often one was
-    started that reads before it waits; ``sums``: those launched early beside the line. False if the graph does not show them all, each
-    with one early edge at most, or cannot be changed: it must then not be run. It must have been captured with ``keep_graph`` and not
-    be instantiated."""
+    started that reads before it waits; ``sums``: those of them that are sums launched early. False if the graph does not show all that
+    read before they wait, each with no early edge but that from down, or cannot be changed: it must then not be run. It must have been
+    captured with ``keep_graph`` and not be instantiated."""
     try:
         handle = graph.raw_cuda_graph()
         edges = _edges(handle)
@@ -66,7 +66,7 @@ def wait_for_joined(
         along = {node for node, function in functions.items() if function in line and function not in beside}
         readers = {node for node, function in functions.items() if line.get(function or 0) == BEHIND}
         added = {node for node, function in functions.items() if function in sums}
-        gone, new = _changes(edges, along, readers, added)
+        gone, new, moved = _changes(edges, along, readers, added)
         for call, changed in (("cuGraphRemoveDependencies_v2", gone), ("cuGraphAddDependencies_v2", new)):
             for start, end, data in changed:
                 ends = ((ctypes.c_void_p * 1)(start), (ctypes.c_void_p * 1)(end))
@@ -74,25 +74,27 @@ def wait_for_joined(
     except RuntimeError:  # the driver refuses
         return False
     early = [end for _, end, data in {*edges} - {*gone} if data != ORDINARY]
-    return len(readers) == behind and all(early.count(node) <= 1 for node in readers)
+    return len(readers) == behind and all(early.count(node) <= (node not in moved) for node in readers)
 
 
-def _changes(edges: list[Edge], along: set[int], readers: set[int], sums: set[int]) -> tuple[list[Edge], list[Edge]]:
-    """Edges to remove and edges to add. ``along``: kernels of the line; ``readers``: those that read before they wait."""
+def _changes(edges: list[Edge], along: set[int], readers: set[int], sums: set[int]) -> tuple[list[Edge], list[Edge], set[int]]:
+    """Edges to remove, edges to add, and those of the ``readers``, which read before they wait, that make way for a sum. ``along``:
+    kernels of the line."""
     early = [(start, end) for start, end, data in edges if data != ORDINARY]
     summed = {start: end for start, end in early if start in along and end in sums}  # by down
     in_front = {end: start for start, end in early if start in along and end in summed}  # gate/up, by down
-    gone, new = [], []
+    gone, new, moved = [], [], set()
     for start, end, data in edges:
         if end in readers and start in in_front:
             gone.append((start, end, data))
             new.append((in_front[start], end, ORDINARY))
+            moved.add(end)
         elif end in readers and data != ORDINARY and start not in along:
             gone.append((start, end, data))
             new.append((start, end, ORDINARY))
         elif start in sums and end in summed.values():  # one stream for all sums: down waited for the one before already
             gone.append((start, end, data))
-    return gone, new
+    return gone, new, moved
 
 
 def _edges(handle: int) -> list[Edge]:

@@ -16,8 +16,8 @@ above the wait, unless the kernel is told that what it reads is older (PDL 3 and
 
 Behind a kernel of 2 to 4 the one before *that* is complete: it was waited for before the next was let in. So a kernel of 3 or 4 may
 read what was made two kernels ago (what it joins from other streams, and what changes if down's sum is launched early:
-``graph_edges.py``). PTX promises to show what was made only
-to the kernel that waits; that it is then in L2 for all is an assumption, and the loads of 3 and 4 go there, past L1.
+``graph_edges.py``). PTX promises to show what was made only to the kernel that waits; that it is then in L2 for all is an assumption,
+and the loads of 3 and 4 go there, past L1.
 
 Weights may come in pairs: two of a 16-bit type in one int32 (two of float32 in one int64), as ``gemv_ops.paired`` views them. The
 compiler keeps every element of a tile that a loop carries along in a register of its own, so two bfloat16 take two registers, and

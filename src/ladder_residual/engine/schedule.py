@@ -40,9 +40,8 @@ class Step:
     adds_output: int | None = None  # parallel: this rank's attention partial joins the MLP's message
     first_norm: bool = False  # parallel: the MLP reads through the layer's first norm
     lane: int = 0
-    aside: bool = (
-        False  # the stream with the outputs added is read and not kept: a later step absorbs them again, or there is none
-    )
+    # the stream with the outputs added is read and not kept: a later step of the lane absorbs them again, or there is none
+    aside: bool = False
 
     @property
     def name(self) -> str:
