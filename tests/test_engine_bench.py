@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import runpy
 from dataclasses import replace
@@ -209,6 +210,18 @@ def test_the_judge_of_tokens_may_not_end_a_text_either(ends, worst) -> None:
     sequences = torch.tensor([[0, 1], [0, 1]])
     found = script("engine_real_checkpoint").regret(Judge(), sequences, torch.ones_like(sequences), 1)
     assert found.tolist() == [[worst], [worst]]
+
+
+def test_the_control_of_tokens_compares_transformers_with_itself(demo_dir, tmp_path, monkeypatch) -> None:
+    command = ["engine_real_checkpoint.py", str(demo_dir), "--control", "--wirings", "ladder", "--dtypes", "float32"]
+    monkeypatch.setattr("sys.argv", [*command, "--at-once", "3", "--out", str(tmp_path)])
+    script("engine_real_checkpoint").main()
+    (file,) = tmp_path.glob("*-batch3-control.json")
+    result = json.loads(file.read_text())
+    (row,) = result["rows"]
+    assert (row["tokens"], row["equal_tokens"]) == (384, 384)
+    assert row["eager_float32_agrees"] == row["torch_float32_agrees"] == 1
+    assert "no engine" in result["control"]
 
 
 def test_models_named_in_runs_exist() -> None:
