@@ -55,7 +55,7 @@ def render(results: Sequence[dict[str, Any]]) -> str:
         "Random weights, bfloat16. **Emulated** means: one GPU holds rank 0's shard, and every all-reduce is a copy that lasts as",
         "long as the link column says, on the stream where the real one would run; attention's and the MLP's all-reduces run on",
         "streams of their own (two communicators). *Roofline share* is the time to read the weights and the cache once at the read",
-        "bandwidth measured in the same run, over the measured time; between runs that reading moved by a few per cent. Wall-clock",
+        "bandwidth measured in the same run, over the measured time; between cards that reading moves by a few per cent. Wall-clock",
         "numbers of one table come from one run. Rows of a table of decode steps were timed in turns with what they are compared with,",
         "standard without communication once more for every link, so that a quotient may differ a little from that of two rows (where the",
         "result has no `bound_ms`: one after another, as peers are). SmolLM2's rows are real weights, and float16 where they say so.",
