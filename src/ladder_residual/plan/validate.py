@@ -68,8 +68,8 @@ KNOWN_MISSES = (
     ),
     KnownMiss(
         "llama-3-70b, fused on h200", "5 us", 1, "ladder two-lane", 12.0,
-        "two lanes are faster with sums of 5 us (4.50 ms) than without any (4.55 to 4.57), which is what the overlap is calibrated on; perhaps "
-        "because without a pause both chains want the memory at the same time",
+        "two lanes are faster with sums of 5 us (4.50 ms) than without any (4.55 to 4.57), which is what the overlap is calibrated on; "
+        "perhaps because without a pause both chains want the memory at the same time",
         "ms_per_step",
     ),
     *(
