@@ -57,6 +57,8 @@ def main() -> None:
             )
         if "beside" in parts:  # what a user would have otherwise
             keep("70b-tp8-peers", bench_decode(shard=shard, tp=8, batches=(1, 4), repeats=options.repeats, peers=True))
+            keep("70b-tp8-prefill-peers", bench_prefill(shard=shard, tp=8, links=("none", "500us"), peers=True))
+            keep("70b-tp8-e2e-peers", bench_e2e(shard=shard, tp=8, links=("24us",), repeats=2, peers=True))
         if "batches" in parts:  # a file of its own as soon as it is there, those with a target first
             for batch in (16, 64, 4):
                 keep(
