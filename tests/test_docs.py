@@ -90,6 +90,9 @@ def test_what_the_readme_sums_up_is_what_the_results_say():
     assert f"{healed['distill 30']['tokens'] / 1e6:.0f} million tokens" in table
     ordinary = rows("engine/70b-tp8-launch.json", wiring="ladder", link="24us+launch")["over_standard"]
     assert f"({ordinary:.3f}x if they are launched as NCCL's are)" in table
+    fast = rows("engine/70b-tp8-batch1.json", wiring="ladder", link="5us")
+    assert fast["schedule"] == "woven"
+    assert f"made it {fast['over_standard']:.2f}x with emulated sums of 5 us" in text
 
 
 def test_the_two_commands_of_the_readme_are_what_ci_runs():
