@@ -6,7 +6,7 @@ python examples/ladder_vit.py
 import torch
 from torch import nn
 
-from ladder_residual.residual import ResidualChain
+from ladder_residual.core.residual import ResidualChain
 
 
 class Attention(nn.Module):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make the environment of `make test-vllm`: vLLM on CPU with this project installed beside it.
-#   scripts/make-vllm-env.sh [DIRECTORY]      default .venv-vllm; PYTHON chooses the interpreter (3.11 or newer)
+#   lab/make-vllm-env.sh [DIRECTORY]      default .venv-vllm; PYTHON chooses the interpreter (3.11 or newer)
 set -euo pipefail
 
 TORCH=2.13.0
@@ -27,7 +27,7 @@ site=$("$target/bin/python" -c 'import sysconfig; print(sysconfig.get_paths()["p
 if [[ ! -d $site/vllm-$VLLM.dist-info ]]; then
   mkdir "$site/vllm-$VLLM.dist-info"
   printf 'Metadata-Version: 2.1\nName: vllm\nVersion: %s+cpu\n' "$VLLM" >"$site/vllm-$VLLM.dist-info/METADATA"
-  printf 'scripts/make-vllm-env.sh\n' >"$site/vllm-$VLLM.dist-info/INSTALLER"
+  printf 'lab/make-vllm-env.sh\n' >"$site/vllm-$VLLM.dist-info/INSTALLER"
 fi
 
 printf '%s' "$wanted" >"$stamp"

@@ -1,8 +1,10 @@
-"""``ladder bench soak``: many short requests of mixed lengths through one loaded model, while memory, files and threads are watched."""
+"""Many short requests of mixed lengths through one loaded model, while memory, files and threads are watched.
+
+python -m lab.soak --requests 3600 --tp 2
+"""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
@@ -11,8 +13,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ..launch import on_ranks
-from .commands import Ranks
+from lab.output import finish
+from ladder_residual.cli.options import Ranks
+from ladder_residual.distributed.launch import on_ranks, run_command
 
 REQUESTS = 3600  # an hour of one request per second
 SAMPLES = 60
@@ -21,6 +24,10 @@ WARM_UP = 0.2  # share of the requests: allocators and caches fill up
 GROWTH_SHARE, GROWTH_BYTES = 0.02, 16 << 20
 
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def soak(
     model: Annotated[str | None, typer.Option(help="Checkpoint directory; default: the tiny model the package ships.")] = None,
     requests: Annotated[int, typer.Option(help="How many.")] = REQUESTS,
@@ -31,10 +38,10 @@ def soak(
     """Generate for an hour's worth of requests; nothing may grow: memory, file descriptors, threads."""
     if requests < SAMPLES:
         raise ValueError(f"--requests must be at least {SAMPLES}, one per sample, got {requests}")
-    on_ranks(tp)
-    from ..demo import demo_directory
-    from ..parallel import distributed
-    from .environment import environment
+    on_ranks(tp, "lab.soak")
+    from ladder_residual.bench.demo import demo_directory
+    from ladder_residual.common.environment import environment
+    from ladder_residual.distributed.world import distributed
 
     with distributed("cpu") as world:
         result = run_soak(world, model or str(demo_directory()), requests, seed) | environment()
@@ -48,18 +55,16 @@ def soak(
                 f"{requests} requests, {result['tokens']} tokens in {result['seconds']:.0f} s: "
                 + ("nothing grew" if result["steady"] else "SOMETHING GREW")
             )
-            if out is not None:
-                out.parent.mkdir(parents=True, exist_ok=True)
-                out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-            print(json.dumps(result))
+            finish(result, out)
     if not result["steady"]:
         raise typer.Exit(1)
 
 
 def run_soak(world: Any, source: str, requests: int, seed: int) -> dict[str, Any]:
     """The same requests on every rank; what each of them held, at the end of the warm-up and at the end."""
-    from ..generate import complete, load_tokenizer
-    from ..loading import load_model
+    from ladder_residual.generation.completion import complete
+    from ladder_residual.generation.tokenizer import load_tokenizer
+    from ladder_residual.models.loading import load_model
 
     chance = Random(seed)
     model, tokenizer = load_model(source, world), load_tokenizer(source)
@@ -75,7 +80,7 @@ def run_soak(world: Any, source: str, requests: int, seed: int) -> dict[str, Any
     if world.size > 1:
         import torch.distributed as dist
 
-        world.settle()
+        world.drain()
         everyone = [None] * world.size
         dist.all_gather_object(everyone, samples, group=world.group)
     rows = [{"rank": rank, **_summary(theirs)} for rank, theirs in enumerate(everyone)]
@@ -93,7 +98,7 @@ def run_soak(world: Any, source: str, requests: int, seed: int) -> dict[str, Any
 
 
 def _request(chance: Random) -> tuple[list[str], Any]:
-    from ..generate import Sampling
+    from ladder_residual.generation.sampling import Sampling
 
     words = [
         "once",
@@ -152,3 +157,7 @@ def _summary(samples: list[dict[str, int]]) -> dict[str, Any]:
         and row["threads_end"] <= row["threads_warm"]
     )
     return row
+
+
+if __name__ == "__main__":
+    run_command(app)

@@ -25,7 +25,7 @@ def _seed() -> None:
 
 @pytest.fixture(scope="session")
 def demo_dir():
-    from ladder_residual.demo import demo_directory
+    from ladder_residual.bench.demo import demo_directory
 
     return demo_directory()
 

@@ -9,21 +9,19 @@ import os
 import socket
 import traceback
 
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "transformers", "ladder_residual.loading", "tiny_models"])
+CONTEXT = multiprocessing.get_context("forkserver")
+CONTEXT.set_forkserver_preload(["torch", "transformers", "ladder_residual.models.loading", "tests.tiny_models"])
 TIMEOUT = 240
 
 
-def _free_port():
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
-def _child(connection, rank, size, port, function, arguments):
+def _child(connection, rank, size, port, target, arguments):
     import torch
-
-    from ladder_residual.parallel import distributed
 
     os.environ |= {
         "RANK": str(rank),
@@ -34,6 +32,26 @@ def _child(connection, rank, size, port, function, arguments):
         "GLOO_SOCKET_IFNAME": "lo",
     }
     torch.set_num_threads(1)
+    target(connection, rank, *arguments)
+
+
+def start_ranks(size, target, *arguments, port=None):
+    """``target(connection, rank, *arguments)`` on ``size`` processes, in the environment of a launcher: their pipes, and they."""
+    port = port or free_port()
+    pipes, processes = [], []
+    for rank in range(size):
+        ours, theirs = CONTEXT.Pipe()
+        process = CONTEXT.Process(target=_child, args=(theirs, rank, size, port, target, arguments), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    return pipes, processes
+
+
+def _call(connection, rank, function, arguments):
+    from ladder_residual.distributed.world import distributed
+
     try:
         with distributed("cpu", timeout=60) as world:
             result = function(world, *arguments)
@@ -44,15 +62,7 @@ def _child(connection, rank, size, port, function, arguments):
 
 def run_on_ranks(size, function, *arguments):
     """``[function(world, *arguments) for each rank]``; fails with the first rank's traceback."""
-    port = _free_port()
-    pipes, processes = [], []
-    for rank in range(size):
-        ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_child, args=(theirs, rank, size, port, function, arguments), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
+    pipes, processes = start_ranks(size, _call, function, arguments)
     try:
         results = []
         for rank, pipe in enumerate(pipes):

@@ -5,7 +5,7 @@ import copy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ladder_residual.families import FAMILIES
+from ladder_residual.models.families import FAMILIES
 
 LAYERS = 4
 VOCAB = 131  # a prime: no number of ranks divides it
@@ -64,6 +64,18 @@ def tiny_model(model_type="llama", seed=0, **overrides):
 
 def random_ids(batch=3, length=9, seed=1):
     return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def padded_inputs(batch=3, length=9):
+    """Prompts of unequal lengths, padded on the left."""
+    ids, mask = random_ids(batch, length), torch.ones(batch, length, dtype=torch.long)
+    mask[0, :3] = 0
+    mask[1, :1] = 0
+    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
+
+
+def relative(found, expected):
+    return ((found - expected).norm() / expected.norm().clamp_min(1e-8)).item()
 
 
 def layer_inputs(model, **inputs):

@@ -4,15 +4,17 @@ import json
 import signal
 import time
 
+import pytest
 import torch
 
-from ladder_residual.corpus.writing import write_corpus
+from ladder_residual.data.corpus_writer import write_corpus
 from ladder_residual.train.layout import arranged
 from ladder_residual.train.logs import read_log
 from ladder_residual.train.loop import Loop, train
 from ladder_residual.train.recipe import Recipe
-from ranks import _CONTEXT
+from tests.ranks import CONTEXT
 
+LAYOUTS = {"tp2": (2, 2), "dp2": (2, 1), "dp2 x tp2": (4, 2)}  # ranks, tp
 MODEL = dict(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=1, vocab_size=512, init_std=0.05)
 
 
@@ -71,7 +73,7 @@ def _train_in_child(document):
 
 def train_and_kill(document, when):
     """Train in a process of its own and kill it as soon as ``when()`` is true. Returns its exit code."""
-    process = _CONTEXT.Process(target=_train_in_child, args=(document,))
+    process = CONTEXT.Process(target=_train_in_child, args=(document,))
     process.start()
     deadline = time.monotonic() + 120
     while process.is_alive() and time.monotonic() < deadline:
@@ -90,3 +92,10 @@ def steps_logged(directory):
         return 0
     steps = [json.loads(line)["step"] for line in path.read_text().splitlines()[:-1] if line.endswith("}")]
     return max(steps, default=0)
+
+
+def check_same(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for step, (loss, norm) in expected.items():
+        assert found[step][0] == pytest.approx(loss, rel=tolerance), step
+        assert found[step][1] == pytest.approx(norm, rel=20 * tolerance), step  # the norm magnifies what the loss rounds

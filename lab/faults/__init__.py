@@ -1,1 +1,1 @@
-"""``ladder bench faults``: ranks killed, stopped, starved and cut off, and what becomes of the run."""
+"""Fault injection: ranks killed, stopped, starved and cut off, and what becomes of the run."""

@@ -1,49 +1,59 @@
-"""``ladder bench faults``: hurt runs in every way there is, and count those that end as the documentation says."""
+"""Inject faults into real runs and count those that end as documented.
+
+python -m lab.faults --what generate --rounds 20
+"""
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from lab.output import finish
+from ladder_residual.distributed.launch import run_command
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
 def faults(
-    what: Annotated[str, typer.Option(help="generate or train.")] = "generate",
-    rounds: Annotated[int, typer.Option(help="Random kills.")] = 20,
+    what: Annotated[str, typer.Option(help="generate, train, train-2x2, adapt, convert or prepare.")] = "generate",
+    rounds: Annotated[int, typer.Option(help="Random kills; convert is killed at every change of a directory.")] = 20,
     named: Annotated[
         str, typer.Option(help="Other faults, each once: all, none, or names with commas (stop,memory,link-5s,...).")
     ] = "all",
     seed: Annotated[int, typer.Option(help="Of victims and moments.")] = 0,
-    timeout: Annotated[float, typer.Option(help="The runs' own --timeout.")] = 10.0,
+    timeout: Annotated[float, typer.Option(help="--timeout of the runs.")] = 10.0,
     out: Annotated[Path | None, typer.Option(help="Write the JSON here as well.")] = None,
 ) -> None:
     """Kill, stop, starve and cut off ranks of real runs; the last line is the result as JSON."""
-    if what not in ("generate", "train"):
-        raise ValueError(f"--what {what!r}: choose generate or train")
+    from lab.faults.campaign import CAMPAIGNS, run_campaign
+
+    if what not in CAMPAIGNS:
+        raise ValueError(f"--what {what!r}: choose from {', '.join(CAMPAIGNS)}")
     if rounds < 0:
         raise ValueError(f"--rounds must not be negative, got {rounds}")
-    from ..environment import environment
-    from .campaign import run_campaign
+    from ladder_residual.common.environment import environment
 
     with tempfile.TemporaryDirectory(prefix="ladder-faults-") as scratch:
-        result = run_campaign(what, Path(scratch), rounds=rounds, named=named, seed=seed, timeout=timeout, say=_say)
+        result = run_campaign(what, Path(scratch), rounds=rounds, named=named, seed=seed, timeout=timeout, report=_report)
     result |= environment()
     print(
-        f"{result['kills_as_said']} of {result['kills']} random kills and {result['named_as_said']} of {result['named']} other "
-        f"faults ended as said" + "".join(f"; {name} not tried: {why}" for name, why in result["not_tried"].items())
+        f"{result['kills_as_documented']} of {result['kills']} random kills and {result['named_as_documented']} of {result['named']} other "
+        f"faults ended as documented" + "".join(f"; {name} not tried: {why}" for name, why in result["not_tried"].items())
     )
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(json.dumps(result))
-    if result["kills_as_said"] < result["kills"] or result["named_as_said"] < result["named"]:
+    finish(result, out)
+    if result["kills_as_documented"] < result["kills"] or result["named_as_documented"] < result["named"]:
         raise typer.Exit(1)
 
 
-def _say(row: dict[str, Any]) -> None:
+def _report(row: dict[str, Any]) -> None:
     ended = f"ended after {row['ended_after_s']:.1f} s" if row["ended_after_s"] is not None else "did not end"
-    verdict = "as said" if row["as_said"] else "NOT AS SAID: " + "; ".join(row["wrong"])
+    verdict = "as documented" if row["as_documented"] else "NOT AS DOCUMENTED: " + "; ".join(row["wrong"])
     print(f"{row['fault']:<20} {row['detail']:<60} {ended:<22} {verdict}", flush=True)
+
+
+if __name__ == "__main__":
+    run_command(app)

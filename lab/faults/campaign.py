@@ -4,53 +4,31 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from .outcome import Outcome
+from lab.faults.outcome import Outcome
 
-Say = Callable[[dict[str, Any]], None]
+if TYPE_CHECKING:
+    from lab.faults.jobs import TrainJob
+
+Report = Callable[[dict[str, Any]], None]
+
+
+Fault = tuple[str, str | None, Callable[[], Outcome]]  # its name, why it cannot be tried here, how
+Attempts = Iterable[Outcome | None]  # None: the kill came too late, when the run had ended; it does not count
 
 
 def run_campaign(
-    what: str, directory: Path, *, rounds: int, named: str, seed: int, timeout: float, say: Say = lambda row: None
+    what: str, directory: Path, *, rounds: int, named: str, seed: int, timeout: float, report: Report = lambda row: None
 ) -> dict[str, Any]:
-    chance = random.Random(seed)
-    if what == "generate":
-        from ...demo import demo_directory
-        from . import generating
-        from .jobs import GenerateJob
-
-        job = GenerateJob(directory, str(demo_directory()), timeout=timeout)
-        duration = generating.undisturbed(job)
-        faults = generating.named_faults(job)
-
-        def kill() -> Outcome | None:
-            return generating.random_kill(job, duration, chance)
-    else:
-        from . import training
-        from .jobs import TrainJob
-
-        run = TrainJob(directory, timeout=timeout)
-        duration = training.undisturbed(run)
-        layouts, durations = [run, training.copies(run)], {0: duration}
-        faults = training.named_faults(*layouts)
-        turns = itertools.count()
-
-        def kill() -> Outcome | None:
-            """By turns: restarted by torchrun and by hand, twice with the model cut over the ranks, twice with a copy on each."""
-            turn = next(turns)
-            layout = turn // 2 % 2
-            if layout not in durations:
-                durations[layout] = training.undisturbed(layouts[layout])
-            return training.random_kill(layouts[layout], durations[layout], chance, elastic=turn % 2 == 0)
-
+    duration, attempts, faults = CAMPAIGNS[what](directory, random.Random(seed), rounds, timeout)
     chosen = _chosen(named, [name for name, _, _ in faults])
-    attempts = (kill() for _ in range(3 * rounds))  # one that comes too late, when the run has ended, does not count
-    kills = [_told(outcome, say) for outcome in itertools.islice(filter(None, attempts), rounds)]
+    kills = [_reported(outcome, report) for outcome in _first(rounds, attempts, what)]
     not_tried = {name: why for name, why, _ in faults if name in chosen and why}
-    others = [_told(how(), say) for name, why, how in faults if name in chosen and not why]
+    others = [_reported(how(), report) for name, why, how in faults if name in chosen and not why]
     return {
         "benchmark": "faults",
         "what": what,
@@ -58,14 +36,95 @@ def run_campaign(
         "timeout_s": timeout,
         "seed": seed,
         "kills": len(kills),
-        "kills_as_said": sum(row["as_said"] for row in kills),
+        "kills_as_documented": sum(row["as_documented"] for row in kills),
         "named": len(others),
-        "named_as_said": sum(row["as_said"] for row in others),
+        "named_as_documented": sum(row["as_documented"] for row in others),
         "unfinished_saves": sum(row["unfinished_saves"] for row in kills + others),
         "slowest_end_s": max((row["ended_after_s"] or 0.0 for row in kills + others), default=0.0),
         "not_tried": not_tried,
         "rows": kills + others,
     }
+
+
+def _first(rounds: int, attempts: Attempts, what: str) -> Iterable[Outcome]:
+    done = (outcome for outcome in attempts if outcome is not None)
+    return done if what in WRITERS and rounds else itertools.islice(done, rounds)
+
+
+def _generate(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
+    from lab.faults import generate_faults
+    from lab.faults.jobs import GenerateJob
+    from ladder_residual.bench.demo import demo_directory
+
+    job = GenerateJob(directory, str(demo_directory()), timeout=timeout)
+    duration = generate_faults.undisturbed(job)
+    attempts = (generate_faults.random_kill(job, duration, chance) for _ in range(3 * rounds))
+    return duration, attempts, generate_faults.named_faults(job)
+
+
+def _train(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
+    """By turns: restarted by torchrun and by hand, twice with the model sharded over the ranks, twice with a copy on each."""
+    from lab.faults import train_faults
+    from lab.faults.jobs import TrainJob
+
+    run = TrainJob(directory, timeout=timeout)
+    layouts = [run, train_faults.copies(run)]
+    duration, attempts = _train_kills(layouts, chance, rounds)
+    return duration, attempts, train_faults.named_faults(*layouts)
+
+
+def _train_2x2(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
+    """Two copies of the model, each sharded over two ranks; started again by hand."""
+    from lab.faults.jobs import TrainJob
+
+    job = TrainJob(directory, steps=20, tp=2, dp=2, timeout=timeout)
+    return *_train_kills([job], chance, rounds, elastic=False), []
+
+
+def _train_kills(layouts: list[TrainJob], chance: random.Random, rounds: int, elastic: bool = True) -> tuple[float, Attempts]:
+    """``elastic``: every other time torchrun starts the ranks again."""
+    from lab.faults import train_faults
+
+    durations = {0: train_faults.undisturbed(layouts[0])}
+
+    def kill(turn: int) -> Outcome | None:
+        layout = turn // 2 % len(layouts)
+        if layout not in durations:
+            durations[layout] = train_faults.undisturbed(layouts[layout])
+        return train_faults.random_kill(layouts[layout], durations[layout], chance, elastic=elastic and turn % 2 == 0)
+
+    return durations[0], map(kill, range(3 * rounds))
+
+
+def _adapt(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
+    """By turns with DDP and with FSDP."""
+    from lab.faults import adapt_faults
+
+    jobs = [adapt_faults.AdaptJob(directory, parallel) for parallel in ("ddp", "fsdp")]
+    durations = [adapt_faults.undisturbed(job) for job in jobs]
+    attempts = (adapt_faults.random_kill(jobs[turn % 2], durations[turn % 2], chance) for turn in range(3 * rounds))
+    return durations[0], attempts, []
+
+
+def _writer(
+    what: str, directory: Path, chance: random.Random, rounds: int, timeout: float
+) -> tuple[float, Attempts, list[Fault]]:
+    from lab.faults import writer_faults
+
+    job = writer_faults.WriterJob(directory, what)
+    duration = writer_faults.undisturbed(job)
+    return duration, (writer_faults.killed_at(job, number) for number in writer_faults.moments(job, rounds)), []
+
+
+WRITERS = ("convert", "prepare")
+CAMPAIGNS: dict[str, Callable[[Path, random.Random, int, float], tuple[float, Attempts, list[Fault]]]] = {
+    "generate": _generate,
+    "train": _train,
+    "train-2x2": _train_2x2,
+    "adapt": _adapt,
+    "convert": partial(_writer, "convert"),
+    "prepare": partial(_writer, "prepare"),
+}
 
 
 def _chosen(named: str, known: list[str]) -> list[str]:
@@ -78,7 +137,7 @@ def _chosen(named: str, known: list[str]) -> list[str]:
     return chosen
 
 
-def _told(outcome: Outcome, say: Say) -> dict[str, Any]:
+def _reported(outcome: Outcome, report: Report) -> dict[str, Any]:
     row = outcome.to_dict()
-    say(row)
+    report(row)
     return row

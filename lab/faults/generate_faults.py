@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..delayed_link import DelayedLink, why_not
-from ..hosts.laboratory import free_port, torchrun_on
-from .injury import limit_memory, other_clock, other_uptime, other_version, starving, why_no_cgroup
-from .jobs import LADDER, GenerateJob
-from .outcome import Outcome, judge_end
-from .watched import WatchedRun
+from lab.faults.inject import limit_memory, other_clock, other_uptime, other_version, starving, why_no_cgroup
+from lab.faults.jobs import LADDER, GenerateJob
+from lab.faults.outcome import Outcome, judge_end
+from lab.faults.watched import WatchedRun
+from lab.hosts.delayed_link import DelayedLink, why_not
+from lab.hosts.namespaces import free_port, torchrun, torchrun_on
 
 START_SECONDS = 240.0  # two interpreters and a model on a busy machine
 LAUNCHER_SECONDS = 30.0  # what torch's launcher grants a rank that does not end by itself
@@ -54,8 +54,8 @@ def random_kill(job: GenerateJob, duration: float, chance: random.Random) -> Out
         os.kill(pid, signal.SIGKILL)
         bound = job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
         outcome.ended_after_s = run.end(bound)
-        says = rf"rank {victim} of 2 \(pid {pid}\) on {HOST} was killed by SIGKILL"
-        return judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=job.wrong_output())
+        error = rf"rank {victim} of 2 \(pid {pid}\) on {HOST} was killed by SIGKILL"
+        return judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=job.wrong_output())
 
 
 def stopped(job: GenerateJob) -> Outcome:
@@ -67,8 +67,8 @@ def stopped(job: GenerateJob) -> Outcome:
         os.kill(run.ranks()[1], signal.SIGSTOP)
         outcome, bound = Outcome("SIGSTOP", "rank 1"), job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
         outcome.ended_after_s = run.end(bound)
-        says = rf"rank 0 waited {job.timeout:.0f} s for rank 1 at 127\.0\.0\.1"
-        return judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=job.wrong_output())
+        error = rf"rank 0 waited {job.timeout:.0f} s for rank 1 at 127\.0\.0\.1"
+        return judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=job.wrong_output())
 
 
 def out_of_memory(job: GenerateJob) -> Outcome:
@@ -81,8 +81,8 @@ def out_of_memory(job: GenerateJob) -> Outcome:
         limit_memory(run.ranks()[1])
         outcome, bound = Outcome("out of memory", "rank 1, address space"), 60 + job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
         outcome.ended_after_s = run.end(bound)
-        says = rf"rank 1: rank 1 on {HOST} ran out of memory"
-        return judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=None)
+        error = rf"rank 1: rank 1 on {HOST} ran out of memory"
+        return judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=None)
 
 
 def killed_by_the_kernel(job: GenerateJob) -> Outcome:
@@ -95,8 +95,8 @@ def killed_by_the_kernel(job: GenerateJob) -> Outcome:
         outcome, bound = Outcome("out of memory", "rank 1, killed by the kernel"), 60 + job.timeout + LAUNCHER_SECONDS
         with starving(run.ranks()[1]):
             outcome.ended_after_s = run.end(bound)
-        says = r"rank 1 of 2 .* was killed by SIGKILL \(if nobody did that, the host ran out of memory"
-        return judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=None)
+        error = r"rank 1 of 2 .* was killed by SIGKILL \(if nobody did that, the host ran out of memory"
+        return judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=None)
 
 
 def two_nodes(
@@ -107,40 +107,30 @@ def two_nodes(
     prefix: Sequence[Sequence[str]] = ((), ()),
     environment: Mapping[str, str] | None = None,
     source_of_rank_1: Path | None = None,
-    says: str | None,
+    error: str | None,
 ) -> Outcome:
-    """torchrun twice, as on two hosts, with something different about the second; ``says`` None: it must not matter."""
+    """torchrun twice, as on two hosts, with something different about the second; ``error`` None: it must not matter."""
     job.prepare()
     port = free_port()
     jobs = [job, replace(job, source=str(source_of_rank_1)) if source_of_rank_1 else job]
     commands = []
     for node in range(2):
-        launcher = [
-            LADDER[0],
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "1",
-            "--node-rank",
-            str(node),
-        ]
-        launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--log-dir", str(job.directory / "logs")]
-        commands.append([*prefix[node], *launcher, *LADDER[1:], *jobs[node].arguments(None, extra[node])])
+        program = [*LADDER[1:], *jobs[node].arguments(None, extra[node])]
+        started = torchrun(node, 2, "127.0.0.1", port, program, ["--log-dir", str(job.directory / "logs")])
+        commands.append([*prefix[node], *started])
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
     outcome, bound = Outcome(fault, "rank 1"), START_SECONDS + job.timeout
     with WatchedRun(commands, job.directory, loopback) as run:
         run.wait_for(lambda: len(run.ranks()) == 2, START_SECONDS, "two ranks were there")
         held = run.traces()
         outcome.ended_after_s = run.end(bound)
-        if says is None:
+        if error is None:
             outcome.bound_s, outcome.exit_codes = bound, run.exit_codes()
             if run.exit_codes() != [0, 0] or job.lines() != job.reference:
                 outcome.wrong.append(f"the run was disturbed: {run.text()[-600:]}")
             outcome.wrong += [f"left behind: {thing}" for thing in run.left_over(held)]
             return outcome
-        judged = judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=None)
+        judged = judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=None)
         judged.wrong = [thing for thing in judged.wrong if thing != "a traceback was printed"]  # torchrun prints one of its own
         if job.lines():
             judged.wrong.append("text was written before the difference was found")
@@ -149,7 +139,7 @@ def two_nodes(
 
 def other_versions(job: GenerateJob) -> Outcome:
     environment = other_version(job.directory, rank=1)
-    return two_nodes(job, "another version", environment=environment, says=rf"the software of rank 1 on {HOST} \(.*\) differs")
+    return two_nodes(job, "another version", environment=environment, error=rf"the software of rank 1 on {HOST} \(.*\) differs")
 
 
 def other_checkpoint(job: GenerateJob) -> Outcome:
@@ -163,13 +153,13 @@ def other_checkpoint(job: GenerateJob) -> Outcome:
     weights.unlink()
     weights.write_bytes(content)
     return two_nodes(
-        job, "another checkpoint", source_of_rank_1=changed, says=rf"the checkpoint of rank 1 on {HOST} differs from rank 0's"
+        job, "another checkpoint", source_of_rank_1=changed, error=rf"the checkpoint of rank 1 on {HOST} differs from rank 0's"
     )
 
 
 def other_wiring(job: GenerateJob) -> Outcome:
     return two_nodes(
-        job, "another wiring", extra=((), ("--wiring", "ladder")), says=rf"the config or wiring of rank 1 on {HOST} differs"
+        job, "another wiring", extra=((), ("--wiring", "ladder")), error=rf"the config or wiring of rank 1 on {HOST} differs"
     )
 
 
@@ -177,7 +167,7 @@ def clocks_apart(job: GenerateJob) -> Outcome:
     """A day between the wall clocks, and where the kernel can do it between the monotonic ones too: must not matter."""
     uptime = other_uptime(86_400)
     environment = other_clock(job.directory, rank=1, seconds=86_400)
-    outcome = two_nodes(job, "another clock", prefix=((), uptime), environment=environment, says=None)
+    outcome = two_nodes(job, "another clock", prefix=((), uptime), environment=environment, error=None)
     outcome.detail = "rank 1, wall clock" + (" and monotonic clock" if uptime else "") + " a day ahead"
     return outcome
 
@@ -208,8 +198,8 @@ def link_down(job: GenerateJob, seconds: float | None) -> Outcome:
                 return outcome
             bound = 2 * job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
             outcome.ended_after_s = run.end(bound)
-            says = rf"rank \d waited {job.timeout:.0f} s for rank \d at 10\.211\.\d+\.\d: it is stopped, or the link is down"
-            judged = judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=job.wrong_output())
+            error = rf"rank \d waited {job.timeout:.0f} s for rank \d at 10\.211\.\d+\.\d: it is stopped, or the link is down"
+            judged = judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=job.wrong_output())
             judged.wrong = [thing for thing in judged.wrong if thing != "a traceback was printed"]
             return judged
 

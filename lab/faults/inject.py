@@ -1,4 +1,4 @@
-"""How ranks are hurt: signals, memory, software that differs, clocks that differ."""
+"""Faults of ranks: signals, memory, software that differs, clocks that differ."""
 
 from __future__ import annotations
 
@@ -6,21 +6,23 @@ import contextlib
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 _CGROUP_V1 = Path("/sys/fs/cgroup/memory")
 _CGROUP_V2 = Path("/sys/fs/cgroup")
 
-# Read by Python at start in every process that has its directory on PYTHONPATH; hurts only the rank it is meant for.
+# Read by Python at start in every process that has its directory on PYTHONPATH; changes only the rank it is meant for.
 _OTHER_VERSION = """
 import os
 if os.environ.get("RANK") == "{rank}":
-    import ladder_residual
-    ladder_residual.__version__ = "0.0.1.other"
+    from ladder_residual.common import version
+    version.__version__ = "0.0.1.other"
 """
 _OTHER_CLOCK = """
 import os, time
@@ -66,6 +68,30 @@ def _cgroup() -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             group.rmdir()
+
+
+class KillAt:
+    """An audit hook: SIGKILL to its own process just before the n-th time it creates, renames, links or removes something under
+    ``folder`` (0: never); ``count`` says how often that was."""
+
+    EVENTS = ("os.rename", "os.link", "os.remove", "os.rmdir", "os.mkdir")
+
+    def __init__(self, number: int, folder: Path) -> None:
+        self.number, self.folder, self.count = number, str(folder), 0
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if self._changes(event, arguments):
+            self.count += 1
+            if self.count == self.number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def _changes(self, event: str, arguments: tuple[Any, ...]) -> bool:
+        if event == "ctypes.dlsym":
+            return arguments[1] == "renameat2"  # looked up to be called
+        if (event == "open" and not (arguments[2] or 0) & os.O_CREAT) or event not in ("open", *self.EVENTS):
+            return False
+        paths = [os.fspath(argument) for argument in arguments if isinstance(argument, str | os.PathLike)]
+        return any(self.folder in path or not os.path.isabs(path) for path in paths)  # relative to an open directory
 
 
 def other_version(directory: Path, rank: int) -> dict[str, str]:

@@ -89,7 +89,7 @@ class TrainJob:
         shutil.rmtree(self.run, ignore_errors=True)
         corpus = self.directory / "corpus"
         if not corpus.exists():
-            from ...corpus.writing import write_corpus
+            from ladder_residual.data.corpus_writer import write_corpus
 
             documents = [[1 + (7 * number + 3 * place) % 400 for place in range(60)] for number in range(100)]
             write_corpus(corpus, documents, vocab_size=512, end_of_document=0)
@@ -154,7 +154,7 @@ tensorboard = false
 
     def unfinished_checkpoints(self) -> list[str]:
         """Names under the run's checkpoints that a reader could take for one and that are not complete."""
-        from ...train.checkpoints import check_files
+        from ladder_residual.train.manifest import check_files
 
         folder = self.run / "checkpoints"
         found = [path for path in folder.iterdir() if path.suffix != ".tmp"] if folder.is_dir() else []

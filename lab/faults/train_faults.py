@@ -1,4 +1,4 @@
-"""Faults during ``ladder train``: the run ends as said and goes on from its last checkpoint, by hand or through torchrun's restarts."""
+"""Faults during ``ladder train``: the run ends as documented and goes on from its last checkpoint, started by hand or by torchrun."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from ..delayed_link import DelayedLink, why_not
-from ..hosts.laboratory import free_port, torchrun_on
-from .generating import LAUNCHER_SECONDS, SLACK_SECONDS, START_SECONDS
-from .injury import limit_memory, other_clock, other_uptime, other_version, starving, why_no_cgroup
-from .jobs import LADDER, TrainJob
-from .outcome import Outcome, judge_end
-from .watched import WatchedRun
+from lab.faults.generate_faults import LAUNCHER_SECONDS, SLACK_SECONDS, START_SECONDS
+from lab.faults.inject import limit_memory, other_clock, other_uptime, other_version, starving, why_no_cgroup
+from lab.faults.jobs import LADDER, TrainJob
+from lab.faults.outcome import Outcome, judge_end
+from lab.faults.watched import WatchedRun
+from lab.hosts.delayed_link import DelayedLink, why_not
+from lab.hosts.namespaces import free_port, torchrun, torchrun_on
 
 HOST = re.escape(socket.gethostname())
 RESTARTS = 3
@@ -76,8 +76,8 @@ def random_kill(job: TrainJob, duration: float, chance: random.Random, elastic: 
         else:
             bound = job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
             outcome.ended_after_s = run.end(bound)
-            says = rf"rank {victim} of {job.ranks} \(pid {ranks[victim]}\) on {HOST} was killed by SIGKILL"
-            judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=job.wrong_losses(whole=False))
+            error = rf"rank {victim} of {job.ranks} \(pid {ranks[victim]}\) on {HOST} was killed by SIGKILL"
+            judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=job.wrong_losses(whole=False))
     look_at_checkpoints(job, outcome)
     return has_finished(job, outcome) if elastic else goes_on(job, outcome)
 
@@ -110,48 +110,46 @@ def elastic_command(job: TrainJob) -> list[str]:
     return [*launcher, *LADDER[1:], *job.arguments(by_torchrun=True)]
 
 
-def hurt(
+def inject(
     job: TrainJob,
-    fault: str,
+    name: str,
     detail: str,
-    injury: Callable[[WatchedRun], object],
+    fault: Callable[[WatchedRun], AbstractContextManager[None] | None],
     *,
-    says: str,
+    error: str,
     codes: Sequence[int] = (1,),
     at_start: bool = False,
     again: bool = True,
 ) -> Outcome:
-    """On one host, in mid-training or ``at_start``: ``injury``, then the end as said, then on ``again``."""
+    """On one host, in mid-training or ``at_start``: the fault, an end as documented, and with ``again`` a restart that goes on."""
     job.prepare()
-    outcome, bound = Outcome(fault, detail), 60 + 2 * job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
+    outcome, bound = Outcome(name, detail), 60 + 2 * job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
     with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
         if at_start:
             all_started(run, job)
         else:
             run.wait_for(lambda: len(job.losses()) >= 2 * job.every, START_SECONDS, "two checkpoints were begun")
         held = run.traces()
-        injured = injury(run)
-        outcome.ended_after_s = run.end(bound)
-        if hasattr(injured, "close"):
-            injured.close()
-        judge_end(outcome, run, held, bound=bound, codes=set(codes), says=says, wrong_output=job.wrong_losses(whole=False))
+        with fault(run) or contextlib.nullcontext():
+            outcome.ended_after_s = run.end(bound)
+        judge_end(outcome, run, held, bound=bound, codes=set(codes), error=error, wrong_output=job.wrong_losses(whole=False))
     look_at_checkpoints(job, outcome)
     return goes_on(job, outcome) if again else outcome
 
 
 def lost(job: TrainJob, victim: int, address: str) -> str:
-    """What a rank says of one that is silent: through our sockets where they carry the sums, else (and everywhere but in sums) by name."""
+    """The error of a rank whose peer is silent: by the sockets, which carry small all-reduces, or by the liveness check."""
     by_socket = rf"rank \d waited {job.timeout:.0f} s for rank {victim} at {address}: it is stopped, or the link is down"
-    by_roll_call = rf"rank \d .*lost its peers.*no answer from rank {victim} on {HOST} \(dead, stopped or cut off\)"
-    return rf"({by_socket}|{by_roll_call})" if job.dp == 1 else by_roll_call
+    by_liveness_check = rf"rank \d .*lost its peers.*no answer from rank {victim} on {HOST} \(dead, stopped or cut off\)"
+    return rf"({by_socket}|{by_liveness_check})" if job.dp == 1 else by_liveness_check
 
 
 def killed(job: TrainJob, again: bool = True) -> Outcome:
     """SIGKILL to the last rank in mid-training."""
     victim = job.ranks - 1
-    says = rf"rank {victim} of {job.ranks} \(pid \d+\) on {HOST} was killed by SIGKILL"
+    error = rf"rank {victim} of {job.ranks} \(pid \d+\) on {HOST} was killed by SIGKILL"
     layout = f"rank {victim} (dp {job.dp} x tp {job.tp})"
-    return hurt(job, "SIGKILL", layout, lambda run: os.kill(run.ranks()[victim], signal.SIGKILL), says=says, again=again)
+    return inject(job, "SIGKILL", layout, lambda run: os.kill(run.ranks()[victim], signal.SIGKILL), error=error, again=again)
 
 
 def stopped(job: TrainJob, continued_after: float | None = None, again: bool = True) -> Outcome:
@@ -166,8 +164,8 @@ def stopped(job: TrainJob, continued_after: float | None = None, again: bool = T
             timer.daemon = True
             timer.start()
 
-    layout, says = f"rank {victim} (dp {job.dp} x tp {job.tp})", lost(job, victim, r"127\.0\.0\.1")
-    return hurt(job, "SIGSTOP", layout, stop, says=says, again=again)
+    layout, error = f"rank {victim} (dp {job.dp} x tp {job.tp})", lost(job, victim, r"127\.0\.0\.1")
+    return inject(job, "SIGSTOP", layout, stop, error=error, again=again)
 
 
 def stopped_copies(job: TrainJob) -> Outcome:
@@ -191,32 +189,26 @@ def killed_while_saving(job: TrainJob) -> Outcome:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
-    says = rf"rank 0 of {job.ranks} \(pid \d+\) on {HOST} was killed by SIGKILL"
-    return hurt(job, "SIGKILL", "rank 0, while it saves", kill, says=says)
+    error = rf"rank 0 of {job.ranks} \(pid \d+\) on {HOST} was killed by SIGKILL"
+    return inject(job, "SIGKILL", "rank 0, while it saves", kill, error=error)
 
 
 def out_of_memory(job: TrainJob) -> Outcome:
-    return hurt(
+    return inject(
         job,
         "out of memory",
         "rank 1, address space",
         lambda run: limit_memory(run.ranks()[1]),
-        says=r"rank 1 on .* ran out of memory",
+        error=r"rank 1 on .* ran out of memory",
     )
 
 
 def killed_by_the_kernel(job: TrainJob) -> Outcome:
-    class _Starving:
-        def __init__(self, run: WatchedRun) -> None:
-            self.context = starving(run.ranks()[1])
-            self.context.__enter__()
-
-        def close(self) -> None:
-            self.context.__exit__(None, None, None)
-
     # At the start: later on so small a run takes no more memory that the kernel could refuse it.
-    says = r"rank 1 of 2 .* was killed by SIGKILL"
-    return hurt(job, "out of memory", "rank 1, killed by the kernel", _Starving, says=says, at_start=True)
+    error = r"rank 1 of 2 .* was killed by SIGKILL"
+    return inject(
+        job, "out of memory", "rank 1, killed by the kernel", lambda run: starving(run.ranks()[1]), error=error, at_start=True
+    )
 
 
 def two_nodes(
@@ -225,36 +217,25 @@ def two_nodes(
     *,
     environment: dict[str, str] | None = None,
     extra: Sequence[str] = (),
-    says: str | None,
+    error: str | None,
     prefix: Sequence[str] = (),
 ) -> Outcome:
-    """torchrun twice, as on two hosts, with something different about the second; ``says`` None: it must not matter."""
+    """torchrun twice, as on two hosts, with something different about the second; ``error`` None: it must not matter."""
     job.prepare()
     port, commands = free_port(), []
     for node in range(2):
-        launcher = [
-            LADDER[0],
-            "-m",
-            "torch.distributed.run",
-            "--nnodes",
-            "2",
-            "--nproc-per-node",
-            "1",
-            "--node-rank",
-            str(node),
-        ]
-        launcher += ["--master-addr", "127.0.0.1", "--master-port", str(port), "--log-dir", str(job.directory / "logs")]
         second = node == 1
         words = job.arguments(by_torchrun=True, extra=extra if second else ())
-        commands.append([*(prefix if second else ()), *launcher, *LADDER[1:], *words])
+        started = torchrun(node, 2, "127.0.0.1", port, [*LADDER[1:], *words], ["--log-dir", str(job.directory / "logs")])
+        commands.append([*(prefix if second else ()), *started])
     outcome, bound = Outcome(fault, "rank 1"), START_SECONDS + job.timeout
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **(environment or {})}
     with WatchedRun(commands, job.directory, loopback) as run:
         all_started(run, job)
         held = run.traces()
         outcome.ended_after_s = run.end(bound)
-        if says is not None:
-            judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=None)
+        if error is not None:
+            judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=None)
             outcome.wrong = [thing for thing in outcome.wrong if thing != "a traceback was printed"]  # torchrun's own
             if job.losses():
                 outcome.wrong.append("steps were taken before the difference was found")
@@ -268,7 +249,7 @@ def two_nodes(
 
 def clocks_apart(job: TrainJob) -> Outcome:
     uptime, environment = other_uptime(86_400), other_clock(job.directory, rank=1, seconds=86_400)
-    outcome = two_nodes(job, "another clock", prefix=uptime, environment=environment, says=None)
+    outcome = two_nodes(job, "another clock", prefix=uptime, environment=environment, error=None)
     outcome.detail = "rank 1, wall clock" + (" and monotonic clock" if uptime else "") + " a day ahead"
     return outcome
 
@@ -296,8 +277,8 @@ def link_down(job: TrainJob, seconds: float | None) -> Outcome:
                 return has_finished(job, outcome)
             bound = 60 + 2 * job.timeout + LAUNCHER_SECONDS + SLACK_SECONDS
             outcome.ended_after_s = run.end(bound)
-            says = lost(job, 1, r"10\.211\.\d+\.\d+")  # rank 0 says it: the store is on its side
-            judge_end(outcome, run, held, bound=bound, codes={1}, says=says, wrong_output=job.wrong_losses(whole=False))
+            error = lost(job, 1, r"10\.211\.\d+\.\d+")  # rank 0 reports it: the store is on its side
+            judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=job.wrong_losses(whole=False))
             outcome.wrong = [thing for thing in outcome.wrong if thing != "a traceback was printed"]
     look_at_checkpoints(job, outcome)
     return goes_on(job, outcome)
@@ -315,7 +296,7 @@ def _small_disk(path: Path, size: str):
 
 
 def full_disk(job: TrainJob) -> Outcome:
-    """Room for one checkpoint and not for two: the run ends, says so, and the first one is whole and good to go on from."""
+    """Room for one checkpoint and not for two: the run ends with an error, and the first checkpoint is complete."""
     small = replace(job, directory=Path(tempfile.mkdtemp(prefix="disk-", dir=job.directory)))
     small.prepare()
     outcome, bound = Outcome("full disk", "room for one checkpoint"), START_SECONDS
@@ -328,7 +309,7 @@ def full_disk(job: TrainJob) -> Outcome:
                 run.traces(),
                 bound=bound,
                 codes={2},
-                says="could not save step .*newest good checkpoint",
+                error="could not save step .*newest good checkpoint",
                 wrong_output=None,
             )
         outcome.wrong += [f"half-written: {thing}" for thing in small.unfinished_checkpoints()]
@@ -347,7 +328,7 @@ def read_only(job: TrainJob) -> Outcome:
         with WatchedRun([[*LADDER, *fixed.arguments()]], fixed.directory) as run:
             outcome.ended_after_s = run.end(bound)
             return judge_end(
-                outcome, run, run.traces(), bound=bound, codes={2}, says="Read-only file system", wrong_output=None
+                outcome, run, run.traces(), bound=bound, codes={2}, error="Read-only file system", wrong_output=None
             )
 
 
@@ -365,9 +346,13 @@ def named_faults(job: TrainJob, two_copies: TrainJob) -> list[tuple[str, str | N
         ("link-5s", why_not(), lambda: link_down(patient, 5.0)),
         ("link", why_not(), lambda: link_down(job, None)),
         ("clock", None, lambda: clocks_apart(job)),
-        ("version", None, lambda: two_nodes(job, "another version", environment=other_version(job.directory, 1), says=version)),
-        ("recipe", None, lambda: two_nodes(job, "another recipe", extra=["--set", "run.seed=5"], says=recipe)),
-        ("wiring", None, lambda: two_nodes(job, "another wiring", extra=["--set", "model.wiring=standard"], says=recipe)),
+        (
+            "version",
+            None,
+            lambda: two_nodes(job, "another version", environment=other_version(job.directory, 1), error=version),
+        ),
+        ("recipe", None, lambda: two_nodes(job, "another recipe", extra=["--set", "run.seed=5"], error=recipe)),
+        ("wiring", None, lambda: two_nodes(job, "another wiring", extra=["--set", "model.wiring=standard"], error=recipe)),
         ("full-disk", no_mount, lambda: full_disk(job)),
         ("read-only", no_mount, lambda: read_only(job)),
     ]

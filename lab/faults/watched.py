@@ -43,6 +43,7 @@ class WatchedRun:
         self.temporary = Path(tempfile.mkdtemp(prefix="tmp-", dir=directory))
         self.started = time.monotonic()
         self.processes: list[subprocess.Popen[str]] = []
+        self.forks: dict[int, int] = {}  # pid -> rank
         caches = {"TORCHINDUCTOR_CACHE_DIR": str(directory / "compiled")}  # kept on purpose, and not a trace of a run
         marked = os.environ | {_MARK: self.mark, "TMPDIR": str(self.temporary)} | caches | dict(environment or {})
         self.outputs = [directory / f"output-{index}.txt" for index in range(len(commands))]
@@ -71,13 +72,20 @@ class WatchedRun:
         return [pid for pid in _all_pids() if needle in _environment(pid) and not _is_zombie(pid)]
 
     def ranks(self) -> dict[int, int]:
-        """Rank -> pid of those that have been started. A rank's own helpers inherit its number: its launcher's child is meant."""
+        """Rank -> pid of those that have been started. A rank's own helpers inherit its number: its launcher's child is meant. Where
+        ranks are forks of the command, which show its environment and not their own, they are told by their order."""
         found: dict[int, int] = {}
         for pid in sorted(self.pids()):
             variables = dict(entry.split(b"=", 1) for entry in _environment(pid).split(b"\0") if b"=" in entry)
             if b"LOCAL_RANK" in variables:
                 found.setdefault(int(variables[b"RANK"]), pid)
-        return found
+        if found:
+            return found
+        commands = {process.pid: _command_line(process.pid) for process in self.processes}
+        forks = [pid for pid in self.pids() if _command_line(pid) == commands.get(_parent(pid), b"")]
+        for pid in sorted(forks, key=_start_time):
+            self.forks.setdefault(pid, len(self.forks))
+        return {self.forks[pid]: pid for pid in forks}
 
     def wait_for(self, condition: Callable[[], bool], within: float, what: str) -> None:
         deadline = time.monotonic() + within
@@ -152,11 +160,31 @@ def _environment(pid: int) -> bytes:
         return b""
 
 
-def _is_zombie(pid: int) -> bool:
+def _command_line(pid: int) -> bytes:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (OSError, IndexError):
-        return True
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def _stat(pid: int) -> list[str]:
+    """What the kernel says of a process, from its state on; empty if it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def _is_zombie(pid: int) -> bool:
+    return _stat(pid)[:1] in ([], ["Z"])
+
+
+def _parent(pid: int) -> int:
+    return int((_stat(pid) or ["0"] * 2)[1])
+
+
+def _start_time(pid: int) -> tuple[int, int]:
+    return int((_stat(pid) or ["0"] * 20)[19]), pid
 
 
 def _listening_ports(pid: int) -> set[tuple[str, int]]:

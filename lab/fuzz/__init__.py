@@ -1,1 +1,1 @@
-"""``ladder bench fuzz``: broken and hostile input of every kind the package reads, in processes of their own."""
+"""Fuzzing: broken and hostile input of every kind the package reads, in processes of their own."""

@@ -16,6 +16,13 @@ from typing import Any
 
 SECONDS = 5.0  # of processor time, per input
 SILENT_SECONDS = 120.0  # a worker that reports nothing for so long hangs (a busy machine is slow)
+KINDS = {
+    "traceback": "an exception that users would see as a traceback, or as another library's message",
+    "silent": "something else was computed than the input says",
+    "outside": "files outside the target changed",
+    "time": "more processor time than allowed",
+    "crash": "the interpreter ended or hung",
+}
 MEMORY_BYTES = 1 << 30  # address space beyond that of a worker that has loaded everything
 
 
@@ -25,17 +32,19 @@ class _Tally:
     by_target: dict[str, Counter[str]] = field(default_factory=dict)
     slowest: dict[str, Any] = field(default_factory=lambda: {"seconds": 0.0})
     grown: int = 0
+    kinds: Counter[str] = field(default_factory=Counter)
     findings: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, row: dict[str, Any]) -> None:
         if row["end"] != "unexpected" and row["seconds"] > SECONDS:
-            row = {**row, "end": "unexpected", "finding": f"took {row['seconds']:.1f} s of processor time"}
+            row = {**row, "end": "unexpected", "kind": "time", "finding": f"took {row['seconds']:.1f} s of processor time"}
         self.ends[row["end"]] += 1
         self.by_target.setdefault(row["target"], Counter())[row["end"]] += 1
         if row["seconds"] > self.slowest["seconds"]:
             self.slowest = {key: row[key] for key in ("seconds", "number", "target")}
         if row["end"] == "unexpected":
-            self.findings.append({key: row[key] for key in ("number", "target", "finding")})
+            self.kinds[row["kind"]] += 1
+            self.findings.append({key: row[key] for key in ("number", "target", "kind", "finding")})
 
 
 def run_campaign(
@@ -70,6 +79,7 @@ def run_campaign(
         "accepted": tally.ends["accepted"],
         "refused": tally.ends["refused"],
         "unexpected": tally.ends["unexpected"],
+        "kinds": {kind: tally.kinds[kind] for kind in KINDS},
         "bound_seconds": SECONDS,
         "bound_memory_bytes": memory,
         "slowest": tally.slowest,
@@ -96,7 +106,7 @@ def _run_worker(
     say: Callable[[str], None],
 ) -> int:
     """Until the worker is done, dies or hangs; the number to go on with."""
-    command = [sys.executable, "-m", "ladder_residual.bench.fuzz.worker", str(directory), str(seed), str(begin), str(last)]
+    command = [sys.executable, "-m", "lab.fuzz.worker", str(directory), str(seed), str(begin), str(last)]
     command += [str(stride), str(memory), ",".join(targets)]
     lines: queue.Queue[str | None] = queue.Queue()
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, errors="replace")
@@ -149,5 +159,5 @@ def _run_worker(
         raise RuntimeError(f"a worker could not start: {how}")
     number, target = current["begin"], current["target"]
     with lock:
-        tally.add({"end": "unexpected", "number": number, "target": target, "seconds": 0.0, "finding": how})
+        tally.add({"end": "unexpected", "number": number, "target": target, "seconds": 0.0, "kind": "crash", "finding": how})
     return number + stride

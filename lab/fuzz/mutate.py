@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+import tomllib
+from collections.abc import Mapping, Sequence
 from random import Random
 from typing import Any
 
@@ -26,6 +27,7 @@ WORDS = [
     "<s>",
     "</s>",
 ]
+WORDS += ["<script>alert(1)</script>", "\x1b]0;title\x07", "${HOME}"]
 WORDS += ["x" * 5000, "%s%n", "{{7*7}}", "$(id)", "torch.load", "ladder", "standard", "__class__", "a\nb"]
 NESTED = 200  # deeper is done with text: Python itself cannot print it
 
@@ -110,6 +112,56 @@ def mutate_document(good: Any, chance: Random, extra_keys: Sequence[str] = ()) -
 def json_bytes(document: Any) -> bytes:
     """With lone surrogates and NaN as some writers leave them."""
     return json.dumps(document).encode()
+
+
+def broken_json(good: Any, chance: Random, extra_keys: Sequence[str] = ()) -> bytes:
+    """Mostly JSON with wrong values, sometimes no JSON."""
+    if chance.random() < 0.75:
+        return json_bytes(mutate_document(good, chance, extra_keys))
+    return mutate_bytes(json_bytes(good), chance)
+
+
+def broken_toml(good: str, chance: Random, extra_keys: Sequence[str] = ()) -> bytes:
+    if chance.random() < 0.5:
+        return mutate_bytes(good.encode(), chance)
+    document = tomllib.loads(good)
+    changed = other_number(document, chance) if chance.random() < 0.4 else mutate_document(document, chance, extra_keys)
+    return toml_text(changed).encode("utf-8", "surrogatepass")
+
+
+def other_number(good: Any, chance: Random) -> Any:
+    """A copy with one number a little different: often still good, and then to be obeyed."""
+    document = copy.deepcopy(good)
+    parents = [document]
+    for parent in parents:
+        items = parent.values() if isinstance(parent, dict) else parent
+        parents += [item for item in items if isinstance(item, dict | list)]
+    places = [
+        (parent, key)
+        for parent in parents
+        for key in (parent if isinstance(parent, dict) else range(len(parent)))
+        if type(parent[key]) in (int, float)
+    ]
+    if places:
+        parent, key = chance.choice(places)
+        old = parent[key]
+        near = [old + 1, old * 2, old * 3, max(1, old // 2)] if isinstance(old, int) else [old * 1.1, old / 2, old * 3, 0.0]
+        parent[key] = chance.choice(near)
+    return document
+
+
+def toml_text(value: Mapping[str, Any], heading: str = "") -> str:
+    """Tables, and lists of them, of plain values; what TOML cannot say comes out wrong, which is what is wanted."""
+    lines, tables = [], []
+    for key, item in value.items():
+        name = heading + json.dumps(key)
+        if isinstance(item, dict):
+            tables.append(f"[{name}]\n" + toml_text(item, f"{name}."))
+        elif isinstance(item, list) and item and all(isinstance(each, dict) for each in item):
+            tables += [f"[[{name}]]\n" + toml_text(each, f"{name}.") for each in item]
+        else:
+            lines.append(f"{json.dumps(key)} = {json.dumps(item)}\n")
+    return "".join(lines + tables)
 
 
 def hostile_text(chance: Random, words: Sequence[str]) -> str:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import dis
 from pathlib import Path
 
-PACKAGE = Path(__file__).parents[2]
+import ladder_residual
+
+PACKAGE = Path(ladder_residual.__file__).parent
 
 
 def is_meant(error: ValueError) -> bool:

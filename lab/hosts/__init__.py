@@ -1,1 +1,1 @@
-"""``ladder bench hosts``: several hosts on one machine, a slow link between them, every wiring in one run."""
+"""Several hosts on one machine (network namespaces) with a slow link between them."""

@@ -1,4 +1,4 @@
-"""Links by name: ``1ms/1gbit`` is one millisecond each way and a gigabit per second out of every host."""
+"""Shapes of a network between namespaces by name: ``1ms/1gbit`` is one millisecond each way and a gigabit per second out of every host."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _RATE = re.compile(r"([0-9]{1,6}(?:\.[0-9]{1,6})?)(k|m|g)bit")
 
 
 @dataclass(frozen=True)
-class Link:
+class NetworkShape:
     seconds: float  # one way
     rate: float | None  # bits per second out of each host; None: whatever the machine does
 
     @classmethod
-    def parse(cls, text: str) -> Link:
+    def parse(cls, text: str) -> NetworkShape:
         delay, slash, rate = text.strip().lower().partition("/")
         if slash and not rate:
             raise ValueError(f"the link {text!r:.60} ends after its delay; write e.g. 1ms/1gbit, or 1ms for any rate")
@@ -28,9 +28,9 @@ class Link:
         return f"{1e3 * self.seconds:g} ms" + (f", {_short(self.rate)}bit/s" if self.rate else "")
 
 
-def parse_links(text: str) -> list[Link]:
+def parse_links(text: str) -> list[NetworkShape]:
     """Comma-separated; each link once."""
-    links = [Link.parse(part) for part in text.split(",")]
+    links = [NetworkShape.parse(part) for part in text.split(",")]
     if len(set(links)) < len(links):
         raise ValueError(f"--links {text!r:.80} names a link twice")
     return links

@@ -1,6 +1,6 @@
 """Several hosts on one machine: network namespaces with addresses of their own and a link of chosen delay and rate between them.
 
-Everything is real but the wire: torchrun on each host, sockets between them, the same commands as on several machines. Needs root.
+Everything is real but the link: torchrun on each host, sockets between them, the same commands as on several machines. Needs root.
 What was made is removed at the end, also after Ctrl-C.
 """
 
@@ -18,19 +18,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..delayed_link import DelayedLink
-from .links import Link
+from lab.hosts.delayed_link import DelayedLink
+from lab.hosts.links import NetworkShape
 
 
 def bench_hosts(
-    links: Sequence[Link],
-    arguments: Sequence[str],
+    links: Sequence[NetworkShape],
+    program: Sequence[str],
     *,
     hosts: int = 2,
     timeout: float = 1800.0,
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
-    """``ladder ARGUMENTS`` (a measurement on ranks, see ``ranks.py``) across ``hosts`` hosts, over each link in turn."""
+    """``python PROGRAM`` (a measurement on ranks, see ``ranks.py``) across ``hosts`` hosts, over each link in turn."""
     parts: list[dict[str, Any]] = []
     for each in links:
         with DelayedLink(each.seconds, each.rate, hosts) as link:
@@ -42,10 +42,10 @@ def bench_hosts(
                 f"{facts['bandwidth_mbit_s']:.0f} Mbit/s"
             )
             before, start = link.forwarder_seconds(), time.monotonic()
-            found = run_on_hosts(link, ["-m", "ladder_residual", *arguments], timeout)
+            found = run_on_hosts(link, program, timeout)
             facts["wire_cpu_percent"] = 100 * (link.forwarder_seconds() - before) / (time.monotonic() - start)
         phases = found.pop("phases")
-        parts.append({**facts, "sums": found.pop("sums"), "phases": phases, "common": found})
+        parts.append({**facts, "link_probe": found.pop("link_probe"), "phases": phases, "common": found})
     rows = [
         {"link": part["link"], "phase": phase["phase"], **row}
         for part in parts
@@ -108,11 +108,16 @@ def measure_link(link: DelayedLink) -> dict[str, Any]:
     }
 
 
+def torchrun(node: int, nodes: int, address: str, port: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:
+    """The command that starts the one rank of node ``node``."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", "1"]
+    launcher += ["--node-rank", str(node), "--master-addr", address, "--master-port", str(port), *options]
+    return [*launcher, *program]
+
+
 def torchrun_on(link: DelayedLink, host: int, port: int, program: Sequence[str], options: Sequence[str] = ()) -> list[str]:
-    """The command that starts host ``host``'s one rank of ``program``."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes", str(link.hosts), "--nproc-per-node", "1"]
-    launcher += ["--node-rank", str(host), "--master-addr", link.addresses[0], "--master-port", str(port), *options]
-    return [*link.enter(host), *launcher, *program]
+    """The same inside the network namespace of host ``host``."""
+    return [*link.enter(host), *torchrun(host, link.hosts, link.addresses[0], port, program, options)]
 
 
 def rank_environment() -> dict[str, str]:

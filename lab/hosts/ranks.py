@@ -1,14 +1,22 @@
-"""What each host's rank does in ``ladder bench hosts``: time the sums of this link, then decode and prefill steps of every wiring."""
+"""What each host's rank measures: the all-reduces of this link, then decode and prefill steps of every wiring.
+
+python -m lab.hosts.ranks OPTIONS_AS_JSON      # under torchrun
+"""
 
 from __future__ import annotations
 
+import json
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ...link_probe import chosen_reducer, probe_link
-from ...parallel import World
-from ..environment import environment
-from ..overlap import measure_overlap, model_of
+from ladder_residual.bench.overlap import measure_overlap
+from ladder_residual.common.environment import environment
+from ladder_residual.distributed.launch import run_command
+from ladder_residual.distributed.link_probe import probe_link, reducer_for_link
+from ladder_residual.distributed.world import World, distributed
+from ladder_residual.models.random_weights import load_or_random_model
 
 # Of each phase: what depends on the link and the phase. The rest is the same in all of them.
 _OF_A_PHASE = (
@@ -16,7 +24,7 @@ _OF_A_PHASE = (
     "batch",
     "prompt",
     "message_bytes",
-    "sums_per_step",
+    "all_reduces_per_step",
     "compute_ms",
     "communication_ms",
     "bound_ms",
@@ -32,16 +40,16 @@ def measure_on_ranks(
     dtype: str,
     uneven: bool,
     wirings: list[str],
-    decode: tuple[int, int] | None,
-    prefill: tuple[int, int] | None,
+    decode: Sequence[int] | None,
+    prefill: Sequence[int] | None,
     repeats: int,
-    wire: str,
-    exchange: str,
+    comm_dtype: str,
+    small_allreduce: str,
 ) -> dict[str, Any]:
     """``decode`` and ``prefill`` are (sequences, tokens of each): of context, or read in one step."""
-    sums = probe_link(world)
-    reducer = chosen_reducer(world, exchange=exchange, wire=wire)
-    model = model_of(source, world, layers=layers, dtype=dtype, uneven=uneven)
+    probe = probe_link(world)
+    reducer = reducer_for_link(world, small_allreduce=small_allreduce, comm_dtype=comm_dtype)
+    model = load_or_random_model(source, world, layers=layers, dtype=dtype, uneven=uneven)
     phases = []
     for phase, size in (("decode", decode), ("prefill", prefill)):
         if size is not None:
@@ -58,11 +66,11 @@ def measure_on_ranks(
         "hidden_size": model.config.hidden_size,
         "tp": world.size,
         "uneven": uneven,
-        "partials_travel_as": "bfloat16" if wire == "bf16" else str(model.dtype).removeprefix("torch."),
-        "exchange": exchange,
+        "comm_dtype": "bfloat16" if comm_dtype == "bf16" else str(model.dtype).removeprefix("torch."),
+        "small_allreduce": small_allreduce,
         "repeats": repeats,
         **environment(),
-        "sums": sums.to_dict(),
+        "link_probe": probe.to_dict(),
         "phases": phases,
     }
 
@@ -70,10 +78,21 @@ def measure_on_ranks(
 def parameters_of(source: str, layers: int | None) -> int:
     from dataclasses import replace
 
-    from ...checkpoint import read_json
-    from ...presets import ModelShape
+    from ladder_residual.models.checkpoint_reader import read_json
+    from ladder_residual.models.presets import ModelShape
 
     if Path(source).is_dir():
         return ModelShape.from_hf(read_json(Path(source) / "config.json")).parameters
     shape = ModelShape.from_name(source)
     return (replace(shape, num_layers=layers) if layers else shape).parameters
+
+
+def main() -> None:
+    with distributed("cpu") as world:
+        result = measure_on_ranks(world, **json.loads(sys.argv[1]))
+        if world.is_main:
+            print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    run_command(main)

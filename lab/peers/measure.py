@@ -1,33 +1,36 @@
-"""What a user would have otherwise, in the same run on the same card with the same weights."""
+"""What a user would have otherwise, on the same card with the same weights, after the CUDA engine's own benchmark."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+import itertools
+import sys
+from collections.abc import Callable, Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..engine.emulate import parse_link
-from .gpu_report import spread
-from .peers_plain import PlainGraphs
-from .peers_transformers import transformers_generate, transformers_model, transformers_prefill, transformers_steps
-
-if TYPE_CHECKING:
-    from .gpu import Shard
+from lab.peers.plain import PlainGraphs
+from lab.peers.transformers_models import transformers_generate, transformers_model, transformers_prefill, transformers_steps
+from ladder_residual.bench.engine import bench_decode, bench_e2e, bench_prefill, links_of
+from ladder_residual.bench.timing import spread
+from ladder_residual.engine.random_rank import RandomRank
+from ladder_residual.links import parse_link
+from ladder_residual.plan.models import resolve_model
 
 COMPILED = "compiled blocks in one CUDA graph"
 TRANSFORMERS = "transformers, static cache + compile"
 
 
 class Peers:
-    """Rows of those that ran, and a note on each that did not: that is a fact about the peer, not a reason to lose our rows."""
+    """Rows of those that ran. One that fails is named with its error; transformers is measured at tp=1 only, as it does not run as one
+    emulated rank of several."""
 
-    def __init__(self, shard: Shard) -> None:
-        self.shard = shard
+    def __init__(self, rank: RandomRank) -> None:
+        self.rank = rank
         self.rows: list[dict[str, Any]] = []
-        self.notes: list[str] = []
+        self.failed: dict[str, str] = {}
 
     def decode(self, link: str, *, batch: int, context: int, max_context: int, repeats: int) -> None:
         def compiled() -> dict[str, Any]:
@@ -66,27 +69,25 @@ class Peers:
 
         self._both(compiled, transformers)
 
-    def compared(self, ours: list[dict[str, Any]], field: str) -> dict[str, Any]:
-        """For a result: each peer's time over our standard's at the same batch and link."""
-        standard = {(row["batch"], row["link"]): row[field] for row in ours if row["wiring"] == "standard"}
+    def beside(self, result: dict[str, Any], field: str) -> dict[str, Any]:
+        """The result with the peers' rows: each peer's time over our standard's at the same batch and link."""
+        standard = {(row["batch"], row["link"]): row[field] for row in result["rows"] if row["wiring"] == "standard"}
         for row in self.rows:
             time = standard.get((row["batch"], row["link"]))
             row["over_ours"] = round(row[field] / time, 4) if time else None
-        return {"peers": self.rows, "notes": self.notes}
+        return {**result, "peers": self.rows, "peers_failed": self.failed}
 
     def _plain(self, link: str, **sizes: int) -> PlainGraphs:
-        shard = self.shard
-        return PlainGraphs(shard.spec, shard.sizes, shard.weights, parse_link(link, tp=shard.tp), **sizes)
+        rank = self.rank
+        return PlainGraphs(rank.spec, rank.sizes, rank.weights, parse_link(link, tp=rank.tp), **sizes)
 
     def _transformers(self) -> Any:
-        return transformers_model(self.shard.spec, self.shard.weights)
+        return transformers_model(self.rank.spec, self.rank.weights)
 
     def _both(self, compiled: Callable[[], dict[str, Any]], transformers: Callable[[], dict[str, Any]]) -> None:
-        self._try(COMPILED, compiled)
-        if self.shard.tp == 1:
-            self._try("transformers", transformers)
-        else:
-            self._note("transformers does not run as one emulated rank of several: it is a peer at tp=1 only")
+        self.attempt(COMPILED, compiled)
+        if self.rank.tp == 1:
+            self.attempt("transformers", transformers)
 
     @staticmethod
     def _step_row(name: str, link: str, batch: int, times: list[float], warm_up: float) -> dict[str, Any]:
@@ -99,30 +100,64 @@ class Peers:
     def _ms_row(name: str, link: str, batch: int, times: list[float]) -> dict[str, Any]:
         return {"batch": batch, "link": link, "engine": name, "ms": round(median(times), 3), **spread(times)}
 
-    def _try(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
+    def attempt(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
         try:
             self.rows.append(measure())
         except Exception as error:
-            self._note(f"{name} did not run: {type(error).__name__}: {str(error)[:200]}")
+            print(f"{name} failed: {type(error).__name__}: {error}", file=sys.stderr)
+            self.failed[name] = type(error).__name__
         torch.compiler.reset()
         gc.collect()  # compiled code and its model point at each other
         torch.cuda.empty_cache()
 
-    def _note(self, text: str) -> None:
-        if text not in self.notes:
-            self.notes.append(text)
+
+def decode_and_peers(
+    rank: RandomRank, *, batches: Sequence[int] = (1,), links: Sequence[str] = ("none", "24us"), context: int = 1280,
+    max_context: int | None = None, repeats: int = 40, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """``bench_decode``, then the peers' steps."""
+    sizes: dict[str, Any] = {"context": context, "max_context": max_context or max(2 * context, 2048), "repeats": repeats}
+    result = bench_decode(rank=rank, tp=rank.tp, batches=batches, links=links, **sizes, **options)
+    peers = Peers(rank)
+    for batch, link in itertools.product(batches, links_of(links, rank.tp)):
+        peers.decode(link, batch=batch, **sizes)
+    for row in peers.rows:
+        floor_ms = rank.bytes_per_step(row["batch"], context) / result["read_bandwidth_tb_s"] / 1e9
+        row["roofline_share"] = round(floor_ms / row["ms_per_token"], 4)
+    return peers.beside(result, "ms_per_token")
 
 
-def bench_peers(
+def prefill_and_peers(
+    rank: RandomRank, *, batches: Sequence[int] = (1,), links: Sequence[str] = ("none", "500us"), prompt: int = 1024,
+    repeats: int = 5, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """``bench_prefill``, then the peers' prompts."""
+    result = bench_prefill(rank=rank, tp=rank.tp, batches=batches, links=links, prompt=prompt, repeats=repeats, **options)
+    peers = Peers(rank)
+    for batch, link in itertools.product(batches, links_of(links, rank.tp)):
+        peers.prefill(link, batch=batch, prompt=prompt, repeats=repeats)
+    return peers.beside(result, "ms")
+
+
+def e2e_and_peers(
+    rank: RandomRank, *, batches: Sequence[int] = (1,), links: Sequence[str] = ("24us",), prompt: int = 1024, new: int = 512,
+    repeats: int = 3, **options: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """``bench_e2e``, then the peers' whole generations."""
+    sizes: dict[str, Any] = {"prompt": prompt, "new": new, "repeats": repeats}
+    result = bench_e2e(rank=rank, tp=rank.tp, batches=batches, links=links, **sizes, **options)
+    peers = Peers(rank)
+    for batch, link in itertools.product(batches, links_of(links, rank.tp)):
+        peers.e2e(link, batch=batch, **sizes)
+    return peers.beside(result, "seconds")
+
+
+def whole_model(
     *, model: str = "llama-3.1-8b", context: int = 1100, repeats: int = 40, layers: int | None = None
 ) -> dict[str, Any]:
-    """One GPU, batch 1, whole model: our engine and its peers in one table."""
-    from .gpu import bench_decode
-
-    result = bench_decode(
-        model=model, tp=1, wirings=("standard", "ladder"), links=("none",), context=context, max_context=2048,
-        repeats=repeats, layers=layers, peers=True,
-    )  # fmt: skip
+    """One GPU, batch 1, whole model: our engine and its peers as rows of one table."""
+    rank = RandomRank(*resolve_model(model), 1, layers=layers)
+    result = decode_and_peers(rank, links=("none",), context=context, max_context=2048, repeats=repeats)
     kept = ("ms_per_token", "p10_ms", "p90_ms", "runs", "roofline_share", "startup_s")
     ours = [{"engine": f"ladder-residual, {row['wiring']}", **row} for row in result["rows"]]
     rows = [{"engine": row["engine"], **{name: row[name] for name in kept}} for row in [*ours, *result.pop("peers")]]

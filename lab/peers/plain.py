@@ -10,17 +10,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..engine.emulate import Link
-from ..engine.launcher import Launcher
-from ..engine.reducers import make_reducer
-from ..engine.rope import rope_tables, rotate
-from ..engine.spec import EngineSpec, RankSizes
-from ..engine.weights import RankWeights
-from .timing import time_calls, time_on_device
+from ladder_residual.bench.timing import time_calls, time_on_device
+from ladder_residual.engine.cuda.launcher import Launcher
+from ladder_residual.engine.cuda.pdl import PdlMode
+from ladder_residual.engine.reducers import make_reducer
+from ladder_residual.engine.rope import rope_tables, rotate
+from ladder_residual.engine.spec import EngineSpec, RankSizes
+from ladder_residual.engine.weights import RankWeights
+from ladder_residual.links.link import Link
 
 
 class PlainDecoder:
-    """One function for each half of a block, a static cache, a mask over its unused end. ``sums`` sums a half's output over ranks
+    """One function for each half of a block, a static cache, a mask over its unused end. ``all_reduce`` reduces a half's output
     before anything else happens; without it a whole block is one function."""
 
     def __init__(
@@ -31,11 +32,11 @@ class PlainDecoder:
         *,
         batch: int,
         max_context: int,
-        sums: Callable[[Tensor], Tensor] | None = None,
+        all_reduce: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if spec.qkv_bias or spec.head_norm:
             raise ValueError(f"the plain block knows Llama's attention, not that of {spec.shape.family}")
-        self.spec, self.sizes, self.weights, self.sums = spec, sizes, weights, sums
+        self.spec, self.sizes, self.weights, self.all_reduce = spec, sizes, weights, all_reduce
         self.block, self.attention, self.mlp = self.plain_block, self.plain_attention, self.plain_mlp
         shape = (batch, sizes.kv_heads, max_context, sizes.head_dim)
         self.caches = [tuple(weights.embedding.new_zeros(shape) for _ in range(2)) for _ in weights.layers]
@@ -64,19 +65,19 @@ class PlainDecoder:
         local = tokens.flatten() - self.sizes.vocab_first
         mine = (local >= 0) & (local < self.sizes.vocab_tokens)
         x = F.embedding(local.clamp(0, self.sizes.vocab_tokens - 1), self.weights.embedding) * mine[:, None]
-        x = x if self.sums is None else self.sums(x)
+        x = x if self.all_reduce is None else self.all_reduce(x)
         delta = torch.zeros_like(x)
         seen = (self.places <= positions[:1])[None, None, None]
         turn = (self.cos[positions], self.sin[positions])
         for w, cache in zip(self.weights.layers, self.caches, strict=True):
-            reading = (w.first_norm, w.qkv, w.output, *cache, positions, seen, *turn)
-            writing = (w.second_norm, w.gate_up, w.down)
-            if self.sums is None:
+            reading = (w.input_norm, w.qkv, w.output, *cache, positions, seen, *turn)
+            writing = (w.post_attention_norm, w.gate_up, w.down)
+            if self.all_reduce is None:
                 x, delta = self.block(x, delta, reading, writing)
                 continue
             x, partial = self.attention(x, delta, *reading)
-            x, partial = self.mlp(x, self.sums(partial), *writing)
-            delta = self.sums(partial)
+            x, partial = self.mlp(x, self.all_reduce(partial), *writing)
+            delta = self.all_reduce(partial)
         last = (x + delta).unflatten(0, tokens.shape)[:, -1]
         return F.linear(self._norm(last, self.weights.final_norm), self.weights.head)
 
@@ -113,8 +114,8 @@ class PlainDecoder:
 
 
 class PlainGraphs:
-    """The decoder compiled, its prompt (of one length) and its step recorded when first asked for. Sums of tp > 1 are emulated, in
-    line."""
+    """The decoder compiled, its prompt (of one length) and its step recorded when first asked for. All-reduces of tp > 1 are
+    emulated, in line."""
 
     def __init__(
         self,
@@ -128,8 +129,8 @@ class PlainGraphs:
         prompt: int = 1,
     ) -> None:
         self._began = time.perf_counter()
-        sums = _emulated(sizes, weights, link)
-        self.decoder = PlainDecoder(spec, sizes, weights, batch=batch, max_context=max_context, sums=sums)
+        all_reduce = _emulated(sizes, weights, link)
+        self.decoder = PlainDecoder(spec, sizes, weights, batch=batch, max_context=max_context, all_reduce=all_reduce)
         self.decoder.compile()
         self.tokens = torch.zeros(batch, dtype=torch.int64, device=weights.device)
         self.prompts = torch.zeros(batch, prompt, dtype=torch.int64, device=weights.device)
@@ -185,12 +186,12 @@ def _emulated(sizes: RankSizes, weights: RankWeights, link: Link) -> Callable[[T
     reducer = make_reducer(
         "emulated", tp=sizes.tp, link=link, groups=None, dtype=weights.dtype, device=weights.device
     )  # fmt: skip
-    if reducer.silent:
+    if reducer.is_noop:
         return lambda partial: partial
 
-    def total_of(partial: Tensor) -> Tensor:
-        total = torch.empty_like(partial)
-        reducer.reduce(partial, total, 0, Launcher(pdl=0))
-        return total
+    def all_reduce(partial: Tensor) -> Tensor:
+        reduced = torch.empty_like(partial)
+        reducer.reduce(partial, reduced, 0, Launcher(PdlMode.OFF))
+        return reduced
 
-    return total_of
+    return all_reduce

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..engine.spec import EngineSpec
-from ..engine.weights import RankWeights
-from ..loading import restore_buffers
-from .timing import time_calls, time_on_device
+from ladder_residual.bench.timing import time_calls, time_on_device
+from ladder_residual.engine.spec import EngineSpec
+from ladder_residual.engine.weights import RankWeights
+from ladder_residual.models.loading import restore_buffers
 
 
 def transformers_model(spec: EngineSpec, weights: RankWeights) -> Any:
@@ -52,8 +52,8 @@ def _by_name(spec: EngineSpec, weights: RankWeights) -> dict[str, Tensor]:
         gate, up = layer.gate_up.chunk(2)
         named |= {f"{at}mlp.gate_proj.weight": gate, f"{at}mlp.up_proj.weight": up, f"{at}mlp.down_proj.weight": layer.down}
         named |= {
-            f"{at}input_layernorm.weight": layer.first_norm,
-            f"{at}post_attention_layernorm.weight": layer.second_norm,
+            f"{at}input_layernorm.weight": layer.input_norm,
+            f"{at}post_attention_layernorm.weight": layer.post_attention_norm,
         }
     return named
 

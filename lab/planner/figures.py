@@ -1,16 +1,15 @@
-"""The charts of the report: speed-up by batch, ranks, link, size and converted layers, planned beside the paper's dots."""
+"""Speed-up by batch, ranks, link, size and converted layers: planned lines beside the paper's dots."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .charts import MEASURED, PAPER, PLANNED, Chart, Series
-from .hardware import shipped
-from .planner import TWO_LANES, Case, hybrid_curve, make_cases
-from .points import Point, emulated_points, paper_points
-from .points import document as data_document
-from .selection_chart import selection_chart
+from lab.planner.points import Point, emulated_points, paper_points
+from lab.planner.points import document as data_document
+from ladder_residual.common.charts import PAPER, PLANNED, Chart, Series
+from ladder_residual.plan.hardware import shipped
+from ladder_residual.plan.planner import TWO_STREAM, Case, hybrid_curve, make_cases
+from ladder_residual.report.figures import quality_chart, step_chart
 
 SETTING = {"device": "h100", "prompt": 1024, "new": 512}
 
@@ -63,7 +62,7 @@ def by_link() -> Chart:
     names = ["one-shot", "vllm", "sglang", "nccl", "nccl-no-p2p", "20gbe"]
     names.sort(key=lambda name: hardware.link(name, device).us(16384, 8))
     series = []
-    for colour, wiring in enumerate(("ladder", TWO_LANES, "parallel", "no-comm")):
+    for colour, wiring in enumerate(("ladder", TWO_STREAM, "parallel", "no-comm")):
         points = [
             (float(i), _gain(reference_case(link=name), wiring))
             for i, name in enumerate(names)
@@ -112,8 +111,8 @@ def converted_layers() -> Chart:
     return Chart("converted", title, "converted layers (the last k of 32)", "speed-up over standard", series)
 
 
-def quality(documents: Sequence[Mapping[str, Any]]) -> Chart:
-    """Quality against converted layers: the paper's averages, and any result that carries ``quality``."""
+def quality() -> Chart:
+    """The paper's averages against converted layers."""
     average = {name: row[-1] for name, row in data_document("paper")["quality"]["adaptation"]["rows"].items()}
     retrained = [(0.0, average["original"])]
     retrained += [(float(k), average[f"last {k}, retrained on 3B tokens"]) for k in (16, 20)]
@@ -121,36 +120,15 @@ def quality(documents: Sequence[Mapping[str, Any]]) -> Chart:
         Series("paper, Llama-3.1-8B retrained on 3B tokens", retrained, PAPER, 0),
         Series("paper, last 16, not retrained", [(16.0, average["last 16 layers ladder, no retraining"])], PAPER, 1),
     ]
-    for index, document in enumerate(documents, start=2):
-        points = [(float(row["converted_layers"]), float(row["value"])) for row in document["quality"]]
-        series.append(Series(str(document.get("name", "result")), points, MEASURED, index))
-    note = "The paper's average of nine benchmarks (MMLU to AlpacaEval); higher is better."
-    return Chart(
-        "quality", "Quality by converted layers", "converted layers (the last k)", "benchmark average, %", series, note=note
-    )
+    return quality_chart((), series, "The paper's average of nine benchmarks (MMLU to AlpacaEval); higher is better.")
 
 
 def emulated_rank() -> Chart:
     """Our own emulated rank against the plan: one H200 with a shard of 70B, all-reduce times set by hand."""
-    series = []
     points = [p for p in emulated_points() if p.group.startswith("prototype")]
-    for colour, wiring in enumerate(("standard", "ladder", TWO_LANES)):
-        mine = [p for p in points if p.wiring == wiring]
-        dots = [(p.case.link.alpha_us, p.measured) for p in mine]
-        line = [(p.case.link.alpha_us, p.predicted()) for p in mine]
-        series.append(Series(f"{wiring}, planned", line, PLANNED, colour))
-        series.append(Series(f"{wiring}, emulated", dots, MEASURED, colour))
-    title = "Emulated rank: 70B, tp 8, batch 1 on one H200"
     note = "Prototype of this project's Triton kernels. Dots are timings on a GPU whose all-reduce is a kernel that waits."
-    return Chart("emulated", title, "microseconds per all-reduce", "ms per token", series, note=note)
+    return step_chart("emulated", "Emulated rank: 70B, tp 8, batch 1 on one H200", points, note)
 
 
-def all_charts(
-    quality_documents: Sequence[Mapping[str, Any]] = (), selections: Sequence[Mapping[str, Any]] = ()
-) -> list[Chart]:
-    chosen = [
-        selection_chart(found, key=f"selection-{number}", title=f"{found['name']}: loss by converted layers")
-        for number, found in enumerate(selections, start=1)
-    ]
-    speed = [*by_batch(), by_ranks(), by_link(), by_size(), emulated_rank(), converted_layers()]
-    return [*speed, quality(quality_documents), *chosen]
+def all_charts() -> list[Chart]:
+    return [*by_batch(), by_ranks(), by_link(), by_size(), emulated_rank(), converted_layers(), quality()]

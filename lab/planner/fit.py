@@ -1,6 +1,6 @@
-"""The fitted constants: what each means, which points it was fitted on, and the fit itself (``ladder plan validate --refit``).
+"""The fitted constants: what each means, which points it was fitted on, and the fit itself (``python -m lab.planner constants --refit``).
 
-Least squares on the logarithm of predicted / measured over the points marked ``fit`` in ``data/plan``. The shipped values in
+Least squares on the logarithm of predicted / measured over the points marked ``fit`` in paper.json and emulated.json. The shipped values in
 ``engines.toml`` and ``links.toml`` are the rounded result; a test runs the fit again.
 """
 
@@ -11,9 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .cost import EngineProfile, engines
-from .hardware import Link, shipped
-from .points import Point, emulated_points, paper_points
+from lab.planner.points import Point, emulated_points, paper_points
+from ladder_residual.links import Link
+from ladder_residual.plan.cost import EngineProfile, engines
+from ladder_residual.plan.hardware import shipped
 
 TABLE = "70B, TP8, NVLink, batch 1 and 64: standard, ladder, no-comm; batch 4 no-comm; TP2 no-comm"
 
@@ -67,7 +68,7 @@ CONSTANTS = (
     Constant("engine", "compiled", "module_us", "as above, torch.compile per block", "batch 1, no all-reduce", EMULATED),
     Constant("engine", "compiled", "module_us_batched", "as above", "batch 16, no all-reduce", EMULATED),
     Constant("engine", "prototype", "module_us", "as above, prototype kernels", "batch 1, no all-reduce", EMULATED),
-    Constant("engine", "prototype", "lane_overlap", "how well two lanes fill gaps", "two lanes, no all-reduce", EMULATED),
+    Constant("engine", "prototype", "stream_overlap", "how well two streams fill gaps", "two-stream, no all-reduce", EMULATED),
     Constant(
         "link", "emulated", "in_situ_us", "cost of an emulated call above its wait, us", "prototype, standard, 10 us", EMULATED
     ),
@@ -76,7 +77,9 @@ CONSTANTS = (
     ),
     Constant("engine", "fused", "module_us", "as above, our Triton kernels", "batch 1, no all-reduce", ENGINE),
     Constant("engine", "fused", "module_us_batched", "as above", "batch 16, no all-reduce", ENGINE),
-    Constant("engine", "fused", "lane_overlap", "how well two lanes fill gaps", "batch 1, two lanes, no all-reduce", ENGINE),
+    Constant(
+        "engine", "fused", "stream_overlap", "how well two streams fill gaps", "batch 1, two-stream, no all-reduce", ENGINE
+    ),
 )
 # Chosen by hand, not fitted: (what, value, why). The form of the model (contention also on gaps, another contention with P2P
 # off) was chosen with the paper's tables in view, checked points included; the constants above were fitted on fit points alone.
@@ -92,8 +95,9 @@ ASSUMED = (
     (
         "parallel_saving",
         "1/3; 0 (fused)",
-        "two of about six small kernels of a module go away when attention and MLP share their input; in one lane of "
-        "this project's engine they do not, as its results without all-reduces show (woven, it takes 6 % less time: not in the plan)",
+        "two of about six small kernels of a module go away when attention and MLP share their input; in the "
+        "serial schedule of this project's engine they do not, as its results without all-reduces show (interleaved, it takes 6 % less "
+        "time: not in the plan)",
     ),
     ("bandwidth_share, flop_share", "0.96, 0.79", "measured on an H200, taken over to devices nobody measured"),
 )

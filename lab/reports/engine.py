@@ -1,242 +1,188 @@
-"""``docs/benchmarks.md`` made from the committed results.
-
-python -m ladder_residual.bench.gpu_report results/engine docs/benchmarks.md
-"""
+"""docs/results/engine.md from results/engine: decode by batch, link and size, prompts and whole generations, peers, tokens."""
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lab.reports.sources import conditions, page, read_results, section
+from ladder_residual.common.markdown import table
 
-def spread(times: Sequence[float]) -> dict[str, Any]:
-    """Tenth and ninetieth percentile and the number of runs behind a median."""
-    ordered = sorted(times)
-    return {
-        "p10_ms": round(ordered[len(ordered) // 10], 4),
-        "p90_ms": round(ordered[min(len(ordered) * 9 // 10, len(ordered) - 1)], 4),
-        "runs": len(ordered),
-    }
+ABOUT = """**Emulated**: one GPU holds one rank's shard and runs its real kernels;
+every all-reduce is a copy that lasts as long as the link says ([../engine.md](../engine.md)). Random weights, bfloat16. Wirings of a
+row are timed alternately. What did not work is in [../lab/engine.md](../lab/engine.md)."""
+SEVENTY = "Llama-3-70B, a rank of TP=8, emulated"
+RUN = "python -m lab.runs.engine_70b --parts"
+SIZES = (
+    "llama-3.2-1b-tp8", "llama-3.2-3b-tp8", "llama-3.1-8b-tp8", "codellama-34b-tp8", "llama-3-70b-tp8", "llama-3.1-405b-tp16",
+)  # fmt: skip
+# What transformers' SDPA attention is compared with, token by token.
+COMPARED = {
+    "generate-smollm2-batch1": "the engine, batch 1",
+    "generate-smollm2": "the engine, batch 6",
+    "generate-smollm2-control": "transformers' eager attention",
+}
 
 
-def sums_that_outlast_their_link(rows: Sequence[dict[str, Any]], layers: int) -> list[str]:
-    """An emulated sum copies its message, and copying may take longer than the link it stands for. What standard waits for each of
-    its sums shows that (not what a copy takes beside a product); its kernels may begin a little later too, so a tenth is allowed.
-    Links with an ordinary launch (emulate.py) are longer on purpose."""
-    took = "ms_per_token" if any("ms_per_token" in row for row in rows) else "ms"
-    steps = {(row["batch"], row["link"]): row for row in rows if row["wiring"] == "standard"}
-    found = []
-    for (batch, link), row in steps.items():
-        if (quiet := steps.get((batch, "none"))) is not None and link != "none" and row.get("early", True):
-            waited = 1e3 * (row[took] - quiet[took]) / (2 * layers)
-            if waited > 1.1 * row["link_us"] + 1:
-                found.append(f"batch {batch}, {link}: sums lasted {waited:.1f} us where the link says {row['link_us']}")
+def pages() -> dict[str, str]:
+    return {"engine.md": render(read_results("engine"))}
+
+
+def render(results: Mapping[str, Any]) -> str:
+    decode = [results[f"70b-tp8-{stem}"] for stem in ("batch1", "batch4", "batch16", "batch64", "no-pdl")]
+    sizes = [results[f"sizes-{name}"] for name in SIZES]
+    prompts = [results["70b-tp8-prefill"]]
+    whole = [results[f"70b-tp8-e2e-batch{batch}"] for batch in (1, 4, 16, 64)]
+    beside = [results["70b-tp8-peers"], results["70b-tp8-prefill-peers"], results["70b-tp8-e2e-peers"]]
+    one_gpu = results["8b-tp1-peers"]
+    compared = {name: results[stem] for stem, name in COMPARED.items()}
+    sections = [
+        section(
+            f"Decode: {SEVENTY}",
+            "Ladder wins on every link, and on fast ones it is faster than standard without any communication (*over the bound*). "
+            "An all-reduce such as NCCL's cannot be launched before its message is complete: those are the rows `no-pdl`.",
+            decode_table(decode),
+            command=f"{RUN} batch1,batches,no-pdl",
+            made=f"Medians; p10 and p90 lie within {spread(decode):.1f} %. Context {decode[0]['context']}. {conditions(*decode)}",
+        ),
+        section(
+            "Decode by model size: batch 1, emulated",
+            "The smaller the model, the larger the part of a step that is communication. 405B is a rank of TP=16, the others of "
+            "TP=8.",
+            sizes_table(sizes),
+            command="python -m lab.runs.engine_sizes --links 24us,64us",
+            made=conditions(*sizes),
+        ),
+        section(
+            f"Prompts and whole generations: {SEVENTY}",
+            "A prompt of 1,024 tokens sends 16 MB per sequence and all-reduce. A generation is such a prompt and 512 new tokens.",
+            prompts_table(prompts, whole),
+            command=f"{RUN} prefill,e2e",
+            made=conditions(*prompts, *whole),
+        ),
+        section(
+            "Beside other engines",
+            "*Compiled blocks* are one torch.compile function for all layers and one CUDA graph. They prefill faster without a link, "
+            "because our host launches a prompt's kernels one by one.",
+            peers_table(one_gpu, beside),
+            command=f"{RUN} peers,beside",
+            made=conditions(one_gpu, *beside),
+        ),
+        section(
+            "Greedy tokens of SmolLM2 equal to transformers'",
+            "In float32 all are equal. In 16 bits near ties fall either way, as they do between transformers' own SDPA and eager "
+            "attention.",
+            tokens_table(compared),
+            command="python -m lab.runs.engine_real_checkpoint smollm2",
+            made=conditions(*compared.values()),
+        ),
+    ]
+    return page("CUDA engine", ABOUT, sections)
+
+
+def by_setting(results: Iterable[Mapping[str, Any]]) -> dict[tuple[int, str], dict[str, Mapping[str, Any]]]:
+    """Rows by batch and link, then by wiring; of a step without a link that several runs have, the first."""
+    found: dict[tuple[int, str], dict[str, Mapping[str, Any]]] = {}
+    for result in results:
+        for row in result["rows"]:
+            found.setdefault((row["batch"], row["link"]), {}).setdefault(row["wiring"], row)
     return found
 
 
-def reading_too_low(rows: Sequence[dict[str, Any]], bandwidth: float) -> list[str]:
-    """A step that reads faster than the kernel that only reads: the roofline was taken at a bad moment, and every share is too high."""
-    share = max((row["roofline_share"] for row in rows), default=0.0)
-    if share <= 1:
-        return []
-    fastest = share * bandwidth / 1e12
-    return [f"The read bandwidth was read low: a step itself read {fastest:.3f} TB/s, so these roofline shares are too high."]
-
-
-def render(results: Sequence[dict[str, Any]]) -> str:
-    """Markdown of all results, one section a file, in the order given."""
-    lines = [
-        "# Benchmarks of the CUDA engine",
-        "",
-        "Generated by `python -m ladder_residual.bench.gpu_report results/engine docs/benchmarks.md`; do not edit by hand.",
-        "Random weights, bfloat16. **Emulated** means: one GPU holds rank 0's shard, and every all-reduce is a copy that lasts as",
-        "long as the link column says, on the stream where the real one would run; attention's and the MLP's all-reduces run on",
-        "streams of their own (two communicators). *Roofline share* is the time to read the weights and the cache once at the read",
-        "bandwidth measured in the same run, over the measured time; between cards that reading moves by a few per cent. Wall-clock",
-        "numbers of one table come from one run. Rows of a table of decode steps were timed in turns with what they are compared with,",
-        "standard without communication once more for every link, so that a quotient may differ a little from that of two rows (where the",
-        "result has no `bound_ms`: one after another, as peers are). SmolLM2's rows are real weights, and float16 where they say so.",
-        "",
+def decode_table(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for (batch, link), wirings in by_setting(results).items():
+        standard, ladder = wirings["standard"], wirings["ladder"]
+        other = [f"{wirings[name]['over_standard']:.2f}x" if name in wirings else None for name in ("parallel", "desync-2x")]
+        rows.append(
+            [
+                batch,
+                link,
+                f"{standard['ms_per_token']:.2f}",
+                f"{ladder['ms_per_token']:.2f}",
+                f"**{ladder['over_standard']:.2f}x**",
+                *other,
+                f"{ladder['of_no_comm_bound']:.2f}x",
+                ladder["schedule"],
+            ]
+        )
+    header = [
+        "batch",
+        "link",
+        "standard, ms",
+        "ladder, ms",
+        "ladder",
+        "parallel",
+        "desync-2x",
+        "ladder over the bound",
+        "schedule",
     ]
-    lines += _targets(results)
+    return table(header, rows)
+
+
+def spread(results: Iterable[Mapping[str, Any]]) -> float:
+    """How far p10 and p90 lie from the median at most, in per cent."""
+    rows = [row for result in results for row in result["rows"]]
+    return max(100 * abs(row[edge] / row["ms_per_token"] - 1) for row in rows for edge in ("p10_ms", "p90_ms"))
+
+
+def sizes_table(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
     for result in results:
-        lines += _section(result)
-    return "\n".join(lines).rstrip() + "\n"
+        steps = by_setting([result])
+        cells = [f"{steps[1, 'none']['standard']['ms_per_token']:.2f}"]
+        for link in ("24us", "64us"):
+            ladder = steps[1, link]["ladder"]
+            cells += [f"{ladder['ms_per_token']:.2f}", f"**{ladder['over_standard']:.2f}x**"]
+        rows.append([result["model"], *cells])
+    return table(
+        ["model", "no link: standard, ms", "24us: ladder, ms", "over standard", "64us: ladder, ms", "over standard"], rows
+    )
 
 
-def _targets(results: Sequence[dict[str, Any]]) -> list[str]:
-    """What the engine set out to reach, and what the committed runs say: missed targets stay in the table."""
-    rows: dict[tuple[int, str, str], list[dict[str, Any]]] = {}
-    steps = [r for r in results if r["benchmark"] == "decode" and (r["model"], r["tp"], r["layers"]) == ("llama-3-70b", 8, 80)]
-    whole = [r for r in results if r["benchmark"] == "peers" and (r["model"], r["layers"]) == ("llama-3.1-8b", 32)]
-    # also one yardstick for all runs: a card, or a run, that read its bandwidth low looks better than it is
-    best = max((r["read_bandwidth_tb_s"] for r in [*steps, *whole]), default=1.0)
-    for result in steps:
-        for row in result["rows"]:
-            share = row["roofline_share"] * result["read_bandwidth_tb_s"] / best
-            rows.setdefault((row["batch"], row["link"], row["wiring"]), []).append({**row, "share_of_best": share})
-    peers = [{row["engine"]: row for row in result["rows"]} for result in whole]
+def prompts_table(prompts: Sequence[Mapping[str, Any]], whole: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for what, results, field, unit in (("prompt", prompts, "ms", "ms"), ("generation", whole, "seconds", "s")):
+        for (batch, link), wirings in by_setting(results).items():
+            times = [f"{wirings[name][field]:.{1 if unit == 'ms' else 2}f} {unit}" for name in ("standard", "ladder")]
+            rows.append([what, batch, link, *times, f"**{wirings['ladder']['over_standard']:.2f}x**"])
+    return table(["what", "batch", "link", "standard", "ladder", "ladder"], rows)
 
-    def of(field: str, batch: int, link: str, wiring: str) -> list[float]:
-        """One value per committed run that measured it: a second, worse run is shown too."""
-        return [row[field] for row in rows.get((batch, link, wiring), []) if row.get(field) is not None]
 
-    wanted: list[tuple[str, float, list[float]]] = [
-        ("standard, no all-reduce: roofline share", 0.80, of("roofline_share", 1, "none", "standard")),
-        (f"the same against {best} TB/s", 0.80, of("share_of_best", 1, "none", "standard")),
-        ("ladder at 5 us: roofline share", 0.80, of("roofline_share", 1, "5us", "ladder")),
-        (f"the same against {best} TB/s", 0.80, of("share_of_best", 1, "5us", "ladder")),
-        *(
-            (f"ladder over standard at {link}", target, of("over_standard", 1, link, "ladder"))
-            for link, target in (("5us", 1.25), ("18us", 1.5), ("24us", 1.6), ("64us", 1.6))
-        ),
-        ("ladder at 5 us over standard with no communication at all", 1.15, of("of_no_comm_bound", 1, "5us", "ladder")),
-        ("batch 16 at 18 us: ladder over standard without communication", 0.97, of("of_no_comm_bound", 16, "18us", "ladder")),
-        ("batch 64 at 18 us: ladder over standard without communication", 0.97, of("of_no_comm_bound", 64, "18us", "ladder")),
+def peers_table(one_gpu: Mapping[str, Any], beside: Sequence[Mapping[str, Any]]) -> str:
+    ours = one_gpu["rows"][0]
+    rows = [
+        ["Llama-3.1-8B, one GPU", 1, "none", row["engine"], f"{row['ms_per_token']:.2f} ms", _times(row, ours)]
+        for row in one_gpu["rows"]
     ]
-    ours = "ladder-residual, standard"
-    alone = [r for r in results if r["benchmark"] == "decode" and (r["model"], r["tp"], r["layers"]) == ("llama-3.1-8b", 1, 32)]
-    shares = [row["roofline_share"] for run in alone for row in run["rows"] if (row["batch"], row["wiring"]) == (1, "standard")]
-    shares += [run[ours]["roofline_share"] for run in peers]
-    wanted.append(("8B on the whole card, standard: roofline share", 0.85, shares))
-    for peer in dict.fromkeys(name for run in peers for name in run if not name.startswith("ladder-residual")):
-        ratios = [run[peer]["ms_per_token"] / run[ours]["ms_per_token"] for run in peers if peer in run]
-        wanted.append((f"8B, time of a token: {peer} over ours", 1.0, ratios))
-    lines = [
-        "## Targets",
-        "",
-        "Llama-3-70B, rank of TP=8, emulated, batch 1, context 1280 unless said; one value a run. Roofline shares are of the read",
-        f"bandwidth of the same run; cards differ, and {best} TB/s was the best of them.",
-        "",
-    ]
-    lines += ["| figure | target | measured | |", "|---|---|---|---|"]
-    for what, target, measured in wanted:
-        reached = sum(value >= target for value in measured)
-        verdict = (
-            "reached"
-            if measured and reached == len(measured)
-            else "missed"
-            if not reached
-            else f"reached in {reached} of {len(measured)} runs"
-        )
-        lines.append(
-            f"| {what} | >= {target:.2f} | {', '.join(map(_cell, measured)) or '-'} | {verdict if measured else '-'} |"
-        )
-    starts = [max(row["startup_s"] for row in result["rows"]) for result in steps]
-    if starts:
-        lines.append(f"| slowest start of an engine, s | <= 20 | {', '.join(map(_cell, starts))} | {_verdict(starts, 20)} |")
-    real = [result for result in results if result["benchmark"] == "generate" and result["model"] == "smollm2"]
-    chosen: dict[str, list[float]] = {}
-    alike: list[str] = []  # transformers against itself, where rounding decides near ties
-    for result in real:
-        for row in result["rows"]:
-            if result.get("control"):
-                if not row["wiring"].endswith("float32"):
-                    alike.append(_cell(row["equal_tokens"] / row["tokens"]))
-                continue
-            exact = ", float32" if row["wiring"].endswith("float32") else ""
-            where = ", the kernels interpreted on a CPU, float32" if result.get("interpreted") else exact
-            chosen.setdefault(where, []).append(row["equal_tokens"] / row["tokens"])
-    control = f"; transformers' eager attention and its sdpa agree in {', '.join(alike)}" if alike else ""
-    for where, shares in chosen.items():
-        equal = "reached" if min(shares) == 1 else "missed: below, with what float32 would choose" + ("" if where else control)
-        lines.append(
-            f"| greedy tokens of SmolLM2 equal to transformers'{where} | 1 | {', '.join(map(_cell, shares))} | {equal} |"
-        )
-    remarks = [result["remark"] for result in results if result.get("remark")]
-    return [*lines, "", *([*remarks, ""] if remarks else [])]
+    names = {"decode": "70B decode", "prefill": "70B prompt", "e2e": "70B generation"}
+    for result in beside:
+        for peer in result["peers"]:
+            rows.append(
+                [
+                    f"{names[result['benchmark']]}, emulated",
+                    peer["batch"],
+                    peer["link"],
+                    peer["engine"],
+                    f"{peer.get('ms_per_token', peer.get('ms')):.2f} ms",
+                    f"{peer['over_ours']:.2f}",
+                ]
+            )
+    return table(["what", "batch", "link", "engine", "time", "over ours (standard)"], rows)
 
 
-def _verdict(values: Sequence[float], most: float) -> str:
-    return "reached" if max(values) <= most else "missed"
+def _times(row: Mapping[str, Any], ours: Mapping[str, Any]) -> str:
+    return f"{row['ms_per_token'] / ours['ms_per_token']:.2f}"
 
 
-def _section(result: dict[str, Any]) -> list[str]:
-    label = " (emulated)" if result.get("emulated") else ""
-    batches = {row["batch"] for row in result["rows"] if "batch" in row}
-    batch = f", batch {batches.pop()}" if len(batches) == 1 else ""
-    title = f"{result['model']}, tp={result['tp']}, {result['benchmark']}{batch}{label}"
-    facts = [f"{key} {result[key]}" for key in ("layers", "batch", "context", "prompt", "new") if key in result]
-    if "read_bandwidth_tb_s" in result:
-        facts.append(f"read bandwidth {result['read_bandwidth_tb_s']} TB/s")
-    versions = [f"{name} {result[name]}" for name in ("torch", "triton") if result.get(name)]
-    made = ", ".join([str(result.get("gpu") or result.get("machine")), *versions, str(result.get("date"))])
-    lines = [f"## {title}", "", f"{', '.join(facts)}. {made}, commit {result.get('commit')}.", ""]
-    lines += _table(_COLUMNS[result["benchmark"]], result["rows"])
-    if result.get("peers"):
-        lines += ["What a user would have otherwise, in the same run:", "", *_table(_PEER_COLUMNS, result["peers"])]
-    lines += [f"{result['control']}.", ""] if result.get("control") else []
-    lines += [*result["notes"], ""] if result.get("notes") else []
-    return lines
-
-
-def _table(columns: dict[str, str], rows: Sequence[dict[str, Any]]) -> list[str]:
-    """Those of the columns that some row has."""
-    held = {key: name for key, name in columns.items() if any(key in row for row in rows)}
-    lines = ["| " + " | ".join(held.values()) + " |", "|" + "---|" * len(held)]
-    return [*lines, *("| " + " | ".join(_cell(row.get(key)) for key in held) + " |" for row in rows), ""]
-
-
-_COLUMNS: dict[str, dict[str, str]] = {
-    "generate": {
-        "wiring": "wiring", "tokens": "tokens", "equal_tokens": "equal to transformers' own forward",
-        "torch_float32_agrees": "transformers: float32 agrees", "cuda_float32_agrees": "engine: float32 agrees",
-        "eager_float32_agrees": "eager: float32 agrees",
-        "cuda_largest_regret": "engine: largest regret", "eager_largest_regret": "eager: largest regret",
-        "torch_ms_per_step": "transformers ms/step", "engine_ms_per_step": "engine ms/step",
-    },
-    "decode": {
-        "batch": "batch", "link": "link", "wiring": "wiring", "schedule": "schedule", "products": "products", "ms_per_token": "ms/step",
-        "p10_ms": "p10", "p90_ms": "p90", "tokens_per_s": "tokens/s", "roofline_share": "roofline share", "over_standard": "over standard",
-        "of_no_comm_bound": "standard without communication / this", "startup_s": "start-up s",
-    },
-    "prefill": {
-        "batch": "batch", "link": "link", "link_us": "us", "modules": "modules", "wiring": "wiring", "ms": "ms", "p10_ms": "p10",
-        "p90_ms": "p90", "over_standard": "over standard",
-    },
-    "e2e": {
-        "batch": "batch", "link": "link", "wiring": "wiring", "schedule": "schedule", "products": "products", "seconds": "s",
-        "p10_ms": "p10 ms",
-        "p90_ms": "p90 ms",
-        "tokens_per_s": "tokens/s", "over_standard": "over standard",
-    },
-    "profile": {
-        "wiring": "wiring", "link": "link", "schedule": "schedule", "kernel": "kernel", "begins_us": "begins, us", "ends_us": "ends, us",
-        "reading_us": "its weights at the read bandwidth, us",
-    },
-    "peers": {
-        "engine": "engine", "ms_per_token": "ms/token", "p10_ms": "p10", "p90_ms": "p90", "roofline_share": "roofline share",
-        "startup_s": "warm-up s",
-    },
-}  # fmt: skip
-_PEER_COLUMNS = {
-    "batch": "batch", "link": "link", "engine": "engine", "ms_per_token": "ms/step", "ms": "ms", "p10_ms": "p10", "p90_ms": "p90",
-    "tokens_per_s": "tokens/s", "roofline_share": "roofline share", "over_ours": "its time / ours (standard)",
-    "startup_s": "start-up s",
-}  # fmt: skip
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def main(arguments: Sequence[str]) -> int:
-    if len(arguments) != 2:
-        print("usage: python -m ladder_residual.bench.gpu_report RESULTS_DIR OUT.md", file=sys.stderr)
-        return 2
-    folder, out = Path(arguments[0]), Path(arguments[1])
-    files = sorted(folder.glob("*.json"))
-    if not files:
-        print(f"{folder} holds no .json results", file=sys.stderr)
-        return 2
-    out.write_text(render([json.loads(file.read_text()) for file in files]))
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+def tokens_table(compared: Mapping[str, Mapping[str, Any]]) -> str:
+    """Equal tokens of all wirings together, by dtype."""
+    rows = []
+    for name, result in compared.items():
+        cells = []
+        for dtype in ("float32", "float16", "bfloat16"):
+            found = [row for row in result["rows"] if row["wiring"].endswith(f", {dtype}")]
+            tokens = sum(row["tokens"] for row in found)
+            cells.append(f"{sum(row['equal_tokens'] for row in found)} of {tokens}" if tokens else None)
+        rows.append([name, *cells])
+    return table(["transformers' SDPA attention against", "float32", "float16", "bfloat16"], rows)

@@ -1,125 +1,122 @@
-"""Results of ``ladder bench hosts`` as Markdown: wirings by links, and what a sum costs each way it can travel."""
+"""docs/results/hosts.md from results/hosts: wirings by links, and what an all-reduce costs each way it can be done."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-_EXPLAINED = """\
-Each result was made by `ladder bench hosts` (`docs/operations.md` has the commands). Every host is a network
-namespace with an address of its own, torchrun runs on each, and all wirings of a row were measured in one run, turn by turn.
-*Compute* is the step without sums (the ranks choose the next token together in it, as in every other wiring), *communication*
-the step's sums one after another, the *bound* the larger of the two; *hidden* is the share of what standard spends beyond compute
-that ladder does not. parallel runs with the same weights and one norm less: only its speed means something here. The *load before* a run
-is the system's average over a minute, in which the link measured before has its part.
+from lab.reports.sources import conditions, page, read_results, section
+from ladder_residual.common.markdown import table
 
-The bound is out of reach where compute and communication are about equal: a sum has the time of the *next* module to travel in, and
-modules are not equally long. What hides under a long MLP sticks out beside a short attention."""
-_SUMS_EXPLAINED = """\
-Median milliseconds of one sum between the hosts: partials exchanged whole over sockets and added locally (one trip), the same
-with partials rounded to bfloat16, and gloo's all-reduce (two trips). *Exchanged below* is what `--exchange measured` chooses."""
-_NAMES = {"no-comm": "no communication", "ladder:last-half": "ladder, upper half"}
-
-
-def section(result: dict[str, Any]) -> str:
-    """One result: a table per phase, links down, wirings across."""
-    weights = "real weights" if result["weights"] == "checkpoint" else "random weights"
-    travel = f", sums travel as {result['partials_travel_as']}" if result["partials_travel_as"] != result["dtype"] else ""
-    lines = [
-        f"## {result['model']}, {result['parameters'] / 1e6:.0f}M parameters, {result['hosts']} hosts{travel}",
-        "",
-        f"{weights}, {result['dtype']}, {result['layers']} layers, one rank a host{', uneven heads' if result['uneven'] else ''}; "
-        f"{result['machine']}, torch {result['torch']}, transformers {result['transformers']}, {result['date']}, "
-        f"commit {result['commit']}.",
-        "",
-    ]
-    for phase in dict.fromkeys(row["phase"] for row in result["rows"]):
-        lines += [*_phase_table(result, phase), ""]
-    return "\n".join(lines)
+ABOUT = """Every host is a network namespace with an address of its own, torchrun runs
+on each, and the wirings of a row are measured alternately in one run. *Hidden* is the share of what standard spends beyond compute
+that ladder does not. parallel runs with the same weights and one norm less, so only its speed means something here. The guide is
+[../hosts.md](../hosts.md)."""
+NAMES = {"no-comm": "no communication", "ladder:last-half": "ladder, upper half"}
+WAYS = ("sockets", "sockets_bf16", "gloo")  # of all-reducing between CPU ranks
+PROBED = (16_384, 262_144, 1_048_576)  # bytes shown
+READINGS = {
+    "smollm2-135m-batch8": "The slower the link, the more ladder gains. At 2 ms its all-reduces take longer than the modules beside them.",
+    "random-0.5b-batch1": "Larger modules hide more of the same link. At 0.1 ms there is little to hide, and all wirings are level.",
+}
+COMMANDS = {
+    "smollm2-135m-batch8": "--links four --model smollm2 --uneven --batch 8 --repeats 12",
+    "random-0.5b-batch1": "--links four --model ladder-1b --layers 12 --dtype bfloat16 --repeats 10",
+}
+OTHERS = ("ladder:last-half", "parallel", "desync-2x", "no-comm")
 
 
-def _phase_table(result: dict[str, Any], phase: str) -> list[str]:
-    rows = [row for row in result["rows"] if row["phase"] == phase]
-    wirings = list(dict.fromkeys(row["wiring"] for row in rows))
-    first = next(part for part in result["links"][0]["phases"] if part["phase"] == phase)
-    what = (
-        f"{first['batch']} x {first['prompt']} tokens read"
-        if phase == "prefill"
-        else (f"{first['batch']} sequences, one token each, after {first['prompt']}")
+def pages() -> dict[str, str]:
+    return {"hosts.md": render(read_results("hosts"))}
+
+
+def render(results: Mapping[str, Any]) -> str:
+    sections = [_section(stem, results[stem]) for stem in COMMANDS]
+    probed = results["smollm2-135m-batch8"]
+    reading = (
+        "Up to 1 MB between two hosts, partials gathered over sockets and added locally (one trip) are faster than gloo's "
+        "all-reduce (two trips). bfloat16 halves the bytes."
     )
-    lines = [
-        f"**{phase}** ({what}; {first['sums_per_step']} sums of {first['message_bytes'] / 1024:.0f} KiB), ms per step, median (quartiles), "
-        f"speed-up over standard:",
-        "",
-        "| link | compute | communication | "
-        + " | ".join(_NAMES.get(name, name) for name in wirings)
-        + " | ladder / bound | hidden |",
-        "|---" * (len(wirings) + 5) + "|",
-    ]
-    for part in result["links"]:
-        times = next(one for one in part["phases"] if one["phase"] == phase)
-        cells = []
-        for name in wirings:
-            row = next(row for row in rows if row["link"] == part["link"] and row["wiring"] == name)
-            gain = "" if name in ("standard", "no-comm") else f" **{row['speedup']:.2f}x**"
+    table_of_probes = probe_table([(link["link"], link["link_probe"]) for link in probed["links"]])
+    sections.append(section("One all-reduce, each way", reading, table_of_probes, command="ladder bench link --tp 2"))
+    return page("Across hosts, over slow links", ABOUT, sections)
+
+
+def _section(stem: str, result: Mapping[str, Any]) -> str:
+    weights = "real weights" if result["weights"] == "checkpoint" else "random weights"
+    title = (
+        f"{result['model']}, {result['parameters'] / 1e6:.0f}M parameters, {result['layers']} layers, {result['hosts']} hosts, "
+        f"batch {_batch(result)}"
+    )
+    made = f"Median (quartiles), {weights}, {result['dtype']}, one rank a host. {conditions(result)}"
+    return section(title, READINGS[stem], wirings_table(result), command=f"python -m lab.hosts {COMMANDS[stem]}", made=made)
+
+
+def wirings_table(result: Mapping[str, Any]) -> str:
+    """A row for each phase and link: standard, ladder, and what the others gain."""
+    rows = {(row["phase"], row["link"], row["wiring"]): row for row in result["rows"]}
+    lines = []
+    for phase, link in dict.fromkeys(key[:2] for key in rows):
+        standard, ladder = rows[phase, link, "standard"], rows[phase, link, "ladder"]
+        others = [f"{rows[phase, link, wiring]['speedup']:.2f}x" for wiring in OTHERS]
+        times = [f"{row['median_ms']:.1f} ({row['p25_ms']:.1f}-{row['p75_ms']:.1f})" for row in (standard, ladder)]
+        hidden = None if ladder["hidden_percent"] is None else f"{ladder['hidden_percent']:.0f} %"
+        lines.append([phase, link, *times, f"**{ladder['speedup']:.2f}x**", hidden, *others])
+    names = [NAMES.get(wiring, wiring) for wiring in OTHERS]
+    return table(["phase", "link", "standard, ms", "ladder, ms", "ladder", "hidden", *names], lines)
+
+
+def _batch(result: Mapping[str, Any]) -> int:
+    return int(result["links"][0]["phases"][0]["batch"])
+
+
+def phase_table(result: Mapping[str, Any], phase: str) -> str:
+    """One phase: links down, wirings across."""
+    rows = {(row["link"], row["wiring"]): row for row in result["rows"] if row["phase"] == phase}
+    wirings = list(dict.fromkeys(wiring for _, wiring in rows))
+    lines, first = [], None
+    for link in result["links"]:
+        times = next(part for part in link["phases"] if part["phase"] == phase)
+        first = first or times
+        cells = [link["link"], f"{times['compute_ms']:.1f}", f"{times['communication_ms']:.1f}"]
+        for wiring in wirings:
+            row = rows[link["link"], wiring]
+            gain = "" if wiring in ("standard", "no-comm") else f" **{row['speedup']:.2f}x**"
             cells.append(f"{row['median_ms']:.1f} ({row['p25_ms']:.1f}-{row['p75_ms']:.1f}){gain}")
-        ladder = next((row for row in rows if row["link"] == part["link"] and row["wiring"] == "ladder"), None)
-        over = f"{ladder['over_bound']:.2f}" if ladder else ""
-        hidden = f"{ladder['hidden_percent']:.0f} %" if ladder and ladder["hidden_percent"] is not None else ""
-        lines.append(
-            f"| {part['link']} | {times['compute_ms']:.1f} | {times['communication_ms']:.1f} | {' | '.join(cells)} | {over} | {hidden} |"
-        )
-    return lines
+        ladder = rows[link["link"], "ladder"]
+        hidden = ladder["hidden_percent"]
+        lines.append([*cells, f"{ladder['over_bound']:.2f}", None if hidden is None else f"{hidden:.0f} %"])
+    assert first is not None
+    tokens = "prompt tokens" if phase == "prefill" else "tokens of context"
+    what = f"{first['batch']} x {first['prompt']} {tokens}"
+    size = f"{first['all_reduces_per_step']} all-reduces of {first['message_bytes'] / 1024:.0f} KiB"
+    names = [NAMES.get(wiring, wiring) for wiring in wirings]
+    made = table(["link", "compute", "communication", *names, "ladder / bound", "hidden"], lines)
+    return f"**{phase}** ({what}; {size}), ms per step: median (quartiles) and speed-up over standard\n\n{made}"
 
 
-def sums_table(probes: Sequence[tuple[str, dict[str, Any]]]) -> str:
-    """Milliseconds of one sum by size, over each link: exchange, exchange as bfloat16, all-reduce."""
-    lines = [
-        "| link | bytes | exchange, ms | exchange as bf16 | gloo's all-reduce | exchanged below |",
-        "|---|---|---|---|---|---|",
+def probe_table(probes: Sequence[tuple[str, Mapping[str, Any]]]) -> str:
+    """Milliseconds of one all-reduce by size, over each link."""
+    rows = [
+        [name, f"{row['bytes'] >> 10} KiB", *(f"{1e3 * row[way]:.2f}" for way in WAYS)]
+        for name, probe in probes
+        for row in probe["rows"]
+        if row["bytes"] in PROBED
     ]
-    for name, probe in probes:
-        for row in probe["rows"]:
-            lines.append(
-                f"| {name} | {row['bytes']:,} | {1e3 * row['exchange']:.2f} | {1e3 * row['exchange_bf16']:.2f} | "
-                f"{1e3 * row['all_reduce']:.2f} | {probe['exchange_below']:,} |"
-            )
-    return "\n".join(lines)
+    return table(["link", "message", "sockets, ms", "sockets in bfloat16, ms", "gloo, ms"], rows)
 
 
-def links_table(result: dict[str, Any]) -> list[str]:
-    lines = [
-        "| link | round trip, ms | wire adds each way | measured, Mbit/s | wire | of one core | load before |",
-        "|---|---|---|---|---|---|---|",
+def links_table(result: Mapping[str, Any]) -> str:
+    rows = [
+        [
+            link["link"],
+            f"{link['rtt_ms']:.2f}",
+            f"{link['wire_adds_ms']:.3f}",
+            f"{link['bandwidth_mbit_s']:.0f}",
+            link["wire"],
+            f"{link['wire_cpu_percent']:.0f} %",
+            f"{link['load_before']:.1f}",
+        ]
+        for link in result["links"]
     ]
-    for part in result["links"]:
-        lines.append(
-            f"| {part['link']} | {part['rtt_ms']:.2f} | {part['wire_adds_ms']:.3f} | {part['bandwidth_mbit_s']:.0f} | {part['wire']} | "
-            f"{part['wire_cpu_percent']:.0f} % | {part['load_before']:.1f} |"
-        )
-    return lines
-
-
-def page(results: Sequence[dict[str, Any]]) -> str:
-    """``docs/hosts.md``."""
-    lines = [
-        "# Across hosts, over slow links",
-        "",
-        "Generated by `ladder bench hosts-report results/hosts --out docs/hosts.md`; do not edit by hand.",
-        "",
-        *_EXPLAINED.splitlines(),
-        "",
-    ]
-    if not results:
-        return "\n".join([*lines, "No result has been recorded yet.", ""])
-    for result in results:
-        lines += [section(result), *links_table(result), ""]
-    lines += [
-        "## One sum, each way it can travel",
-        "",
-        *_SUMS_EXPLAINED.splitlines(),
-        "",
-        sums_table([(part["link"], part["sums"]) for part in results[0]["links"]]),
-        "",
-    ]
-    return "\n".join(lines)
+    return table(["link", "round trip, ms", "wire adds each way, ms", "Mbit/s", "wire", "of one core", "load before"], rows)

@@ -1,71 +1,80 @@
-"""Tables and curves of ``docs/training.md`` from the committed results. No torch.
-
-    ladder train report results/train docs/training.md
-
-Text between ``<!-- train: NAME -->`` and ``<!-- end -->`` is replaced by what the results say; the rest of the page is written by hand.
-"""
+"""docs/results/training.md and its chart from results/train: six wirings compared, steps on one GPU and under tensor parallelism."""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
-import re
 import statistics
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..plan.charts import MEASURED, PLANNED, Chart, Series, chart_svg
-from .dry_run import estimate
-from .recipe import Recipe
+from lab.reports.sources import conditions, page, read_results, section
+from ladder_residual.common.charts import MEASURED, PLANNED, Chart, Series, chart_svg
+from ladder_residual.common.markdown import table
+from ladder_residual.train.dry_run import estimate
+from ladder_residual.train.recipe import Recipe
 
-BLOCK = re.compile(r"(<!-- train: (\S+) -->\n).*?(<!-- end -->)", re.S)
 ORDER = ("standard", "ladder", "hybrid-half", "parallel", "desync-2x", "delayed-1")
 SPECS = {"hybrid-half": "ladder:last-half"}
 # The link decides what a wiring gains: NVLink, and GPUs of one host without it.
 LINKS = ("nccl", "nccl-no-p2p")
 
 
-def update(results: Path, page: Path) -> list[str]:
-    """Rewrite the blocks of ``page`` and the curves beside it; the names of the blocks."""
-    text, done = page.read_text(encoding="utf-8"), []
-    documents = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(results.glob("*.json"))}
-
-    def block(match: re.Match[str]) -> str:
-        name = match[2]
-        done.append(name)
-        return f"{match[1]}{rendered(name, documents)}{match[3]}"
-
-    text = BLOCK.sub(block, text)
-    for name, chart in charts(documents).items():
-        (page.parent / f"{name}.svg").write_text(chart_svg(chart), encoding="utf-8")
-    page.write_text(text, encoding="utf-8")
-    return done
+def pages() -> dict[str, str]:
+    documents = read_results("train")
+    return {"training.md": render(documents), "training-comparison.svg": chart_svg(loss_chart(documents["comparison"]))}
 
 
-def rendered(name: str, documents: Mapping[str, Any]) -> str:
-    kind, _, stem = name.partition(":")
-    makers: dict[str, Callable[[Any], str]] = {
-        "losses": loss_table,
-        "equal-time": equal_time_table,
-        "speed": speed_table,
-        "steps": step_table,
-        "source": source_line,
-    }
-    if kind not in makers:
-        raise ValueError(f"the page asks for {name!r}; known: {', '.join(makers)} with a result's name after a colon")
-    if stem not in documents:
-        raise ValueError(f"the page asks for {name!r}, but there is no {stem}.json; there are {', '.join(documents)}")
-    return makers[kind](documents[stem])
-
-
-def charts(documents: Mapping[str, Any]) -> dict[str, Chart]:
-    return {
-        f"training-{stem}": loss_chart(document)
-        for stem, document in documents.items()
-        if document.get("benchmark") == "train-comparison"
-    }
+def render(documents: Mapping[str, Any]) -> str:
+    comparison, speed = documents["comparison"], documents["speed"]
+    hosts, emulated = documents["cpu-tp2-100mbit"], documents["tp8-emulated"]
+    sections = [
+        section(
+            "Loss at equal tokens",
+            "47M parameters, 21 million tokens of public-domain books a run, the same data order and hyper-parameters for "
+            "all wirings. The ladder is ahead of standard at this length; at 100 billion tokens the paper finds it level "
+            "(1.2B) or 1 % behind (3.5B).",
+            loss_table(comparison) + "\n![Validation loss of the wirings](training-comparison.svg)\n\n"
+            "± behind a loss is the standard deviation over seeds, behind a gap the standard error of the mean of the gaps.",
+            command="python -m lab.runs.train_comparison --data data/books --out results/train",
+            made=conditions(comparison),
+        ),
+        section(
+            "Loss at equal time",
+            "Each wiring runs at its *planned* speed for an 8B model at TP=8 (`ladder train --dry-run`), and its measured "
+            "loss is read when the fastest is through. A wiring that has seen fewer tokens is also less far down its "
+            "learning-rate schedule.",
+            equal_time_table(comparison),
+        ),
+        section(
+            "Steps on one GPU",
+            "Forward, backward, clipping and AdamW in bf16 on random tokens, standard and ladder alternating. MFU counts "
+            "needed FLOPs only, against 990 TFLOP/s.",
+            speed_table(speed),
+            command="python -m lab.runs.train_speed --out results/train/speed.json",
+            made=conditions(speed),
+        ),
+        section(
+            "Steps under tensor parallelism, two hosts",
+            "Two network namespaces, a link of 5 ms and 100 Mbit/s, six layers of a 1B shape, 64 tokens a step. The "
+            "ladder step takes about as long as its 26 all-reduces alone.",
+            step_table(hosts),
+            command="python -m lab.hosts.train --link 5ms/100mbit --model ladder-1b --layers 6 --vocabulary 4096 --sequence 64 "
+            "--wirings standard,ladder:last-half,ladder,desync-2x --repeats 12",
+            made=conditions(hosts),
+        ),
+        section(
+            "Steps under tensor parallelism, TP=8 emulated",
+            "One rank, eight layers of Llama-3.1-8B, 4,096 tokens, bf16, blocks compiled, 32 MiB per all-reduce. The "
+            "links are NCCL over NVLink as measured on H200, PCIe without peer access (14 GB/s) and a faster PCIe (40 "
+            "GB/s).",
+            step_table(emulated),
+            command="python -m lab.runs.train_tp8 --out results/train/tp8-emulated.json",
+            made=conditions(emulated),
+        ),
+    ]
+    about = "The guide is [../training.md](../training.md), readings and open questions are in [../lab/training.md](../lab/training.md)."
+    return page("Training", about, sections)
 
 
 def by_wiring(document: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
@@ -80,17 +89,14 @@ def by_wiring(document: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
 def loss_table(document: Mapping[str, Any]) -> str:
     runs = by_wiring(document)
     base = {run["seed"]: run["valid"][-1][1] for run in runs["standard"]}
-    lines = [
-        "| wiring | seeds | validation loss | against standard, same seeds | training loss, last tenth |",
-        "|---|---|---|---|---|",
-    ]
+    rows = []
     for wiring, own in runs.items():
         finals = [run["valid"][-1][1] for run in own]
         gaps = [100 * (run["valid"][-1][1] / base[run["seed"]] - 1) for run in own if run["seed"] in base]
         trained = [statistics.mean(loss for _, loss in run["losses"][-max(1, len(run["losses"]) // 10) :]) for run in own]
         gap = "" if wiring == "standard" else f"{_with_error(gaps, '+.2f')} %"
-        lines.append(f"| {wiring} | {len(own)} | {_with_spread(finals)} | {gap} | {statistics.mean(trained):.4f} |")
-    return "\n".join(lines) + "\n"
+        rows.append([wiring, len(own), _with_spread(finals), gap, f"{statistics.mean(trained):.4f}"])
+    return table(["wiring", "seeds", "validation loss", "against standard, same seeds", "training loss, last tenth"], rows)
 
 
 def _with_spread(values: Sequence[float]) -> str:
@@ -152,15 +158,15 @@ def equal_time_table(document: Mapping[str, Any]) -> str:
         fastest = max(speeds.values())
         head += [f"speed at TP=8, {link}", "tokens seen", "loss at equal time"]
         columns.append({wiring: (speed, speed / fastest) for wiring, speed in speeds.items()})
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    rows = []
     for wiring, own in runs.items():
         cells = [wiring]
         for column in columns:
             speed, share = column[wiring]
             losses = [_at(run["valid"], share * run["valid"][-1][0]) for run in own]
             cells += [f"{speed:.2f}x", f"{100 * share:.0f} %", f"{statistics.mean(losses):.4f}"]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return table(head, rows)
 
 
 def _at(curve: Sequence[Sequence[float]], step: float) -> float:
@@ -172,38 +178,34 @@ def _at(curve: Sequence[Sequence[float]], step: float) -> float:
 
 
 def speed_table(document: Mapping[str, Any]) -> str:
-    lines = [
-        "| model | sequence | rows | standard tokens/s | ms a step | MFU | ladder tokens/s | ms a step | MFU | ladder / standard |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = ["model", "sequence", "rows"]
+    for wiring in ("standard", "ladder"):
+        head += [f"{wiring} tokens/s", "ms/step", "MFU"]
+    rows = []
     for row in document["rows"]:
         cells = [f"{row['parameters'] / 1e6:.0f}M ({row['shape']})", str(row["sequence"]), str(row["rows"])]
         for wiring in ("standard", "ladder"):
             found = row[wiring]
             rounds = f"{found['step_ms']:.1f} ({min(found['all_ms']):.1f}-{max(found['all_ms']):.1f})"
             cells += [f"{found['tokens_per_s']:,.0f}", rounds, f"{found['mfu']:.1%}" if "mfu" in found else ""]
-        lines.append("| " + " | ".join([*cells, f"{row['ladder_over_standard']:.3f}"]) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append([*cells, f"{row['ladder_over_standard']:.3f}"])
+    return table([*head, "ladder / standard"], rows)
 
 
 def step_table(document: Mapping[str, Any]) -> str:
-    lines = [
-        "| link | wiring | ms a step | forward | backward | speed-up | communication hidden |",
-        "|---|---|---|---|---|---|---|",
-    ]
+    rows = []
     for row in document["rows"]:
         bound = row["wiring"] == "no-comm"
-        hidden = (
-            "" if bound or row["wiring"] == "standard" or row["hidden_percent"] is None else f"{row['hidden_percent']:.0f} %"
+        hidden = None if bound or row["wiring"] == "standard" else row["hidden_percent"]
+        rows.append(
+            [
+                row["link"],
+                "no communication (bound)" if bound else row["wiring"],
+                f"{row['median_ms']:.1f} ({row['p25_ms']:.1f}-{row['p75_ms']:.1f})",
+                f"{row['forward_ms']:.1f}",
+                f"{row['backward_ms']:.1f}",
+                f"{row['speedup']:.2f}x",
+                None if hidden is None else f"{hidden:.0f} %",
+            ]
         )
-        lines.append(
-            f"| {row['link']} | {'no communication (bound)' if bound else row['wiring']} | {row['median_ms']:.1f} "
-            f"({row['p25_ms']:.1f}-{row['p75_ms']:.1f}) | {row['forward_ms']:.1f} | {row['backward_ms']:.1f} | {row['speedup']:.2f}x "
-            f"| {hidden} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def source_line(document: Mapping[str, Any]) -> str:
-    machine = document.get("device") or document["machine"]
-    return f"{document['date']}, {machine}, torch {document['torch']}, commit {document['commit']}.\n"
+    return table(["link", "wiring", "ms/step", "forward", "backward", "speed-up", "communication hidden"], rows)

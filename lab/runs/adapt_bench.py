@@ -16,16 +16,18 @@ from typing import Any
 import numpy as np
 import torch
 
-from ladder_residual.adapt.building import build_trainer, load_models
-from ladder_residual.adapt.objective import detach
-from ladder_residual.adapt.rows import LEARN, MixedRows, RowStore
+from ladder_residual.adapt.build import build_trainer, load_models
+from ladder_residual.adapt.objective import restore_forward
 from ladder_residual.adapt.run import Curve, save_result
-from ladder_residual.adapt.settings import Settings, Source
-from ladder_residual.bench.environment import environment
-from ladder_residual.model import EAGER, decoder_layers, rewire
-from ladder_residual.parallel import World
+from ladder_residual.adapt.settings import AdaptSettings, DataSource
+from ladder_residual.common.environment import environment
+from ladder_residual.data.encoder import LEARN
+from ladder_residual.data.packing import MixedRows, RowStore
+from ladder_residual.distributed.world import World
+from ladder_residual.models.hf import EAGER, decoder_layers, rewire
+from ladder_residual.train.compile import compile_layers
 
-SOURCES = (Source("books", 0.3), Source("samples", 0.5), Source("reference", 0.1), Source("gsm8k", 0.1))
+SOURCES = (DataSource("books", 0.3), DataSource("samples", 0.5), DataSource("reference", 0.1), DataSource("gsm8k", 0.1))
 HELDOUT = ("books_heldout", "wikitext2", "samples_heldout")
 MODEL = "SmolLM2-135M-Instruct (4-bit weights, dequantised)"
 START = time.monotonic()
@@ -54,8 +56,8 @@ class Bench:
         self.stores = {
             path.name.removesuffix(".npy"): load_rows(path) for path in rows.glob("*.npy") if ".use" not in path.name
         }
-        self.corrected: dict[str, torch.Tensor] = {}
-        self.corrected_tokens = 0
+        self.fine_tuned: dict[str, torch.Tensor] = {}
+        self.fine_tuned_tokens = 0
         self.talking: list[subprocess.Popen[bytes]] = []
         self.compile, self.graphs = compile, graphs and world.device.type == "cuda"
         self.sequence = next(iter(self.stores.values())).ids.shape[1]
@@ -87,19 +89,21 @@ class Bench:
         began = time.monotonic()
         settings = self.settings("ladder", tokens=self.sequence * self.step_rows)
         self.models = load_models(settings, self.world)
+        if self.compile:
+            compile_layers(self.models.student)
         self.compute = decoder_layers(self.models.student)[0].compute
         self.original = {name: tensor.detach().clone() for name, tensor in self.models.student.state_dict().items()}
         self.log(f"models loaded in {time.monotonic() - began:.1f} s")
 
-    def correct_teacher(self, weights: Path, tokens: int) -> None:
-        """Runs marked ``corrected`` learn from, and begin with, weights that were trained on the same text first."""
+    def load_fine_tuned_teacher(self, weights: Path, tokens: int) -> None:
+        """Runs marked ``fine_tuned`` learn from, and begin with, weights that were trained on the same text first."""
         from safetensors.torch import load_file
 
-        self.corrected = load_file(weights / "model.safetensors", device=str(self.world.device))
-        self.corrected_tokens = tokens
+        self.fine_tuned = load_file(weights / "model.safetensors", device=str(self.world.device))
+        self.fine_tuned_tokens = tokens
 
     def measure_original(self) -> None:
-        """The unchanged model on the held-out texts: what healing aims at."""
+        """The unchanged model on the held-out texts: what recovery aims at."""
         if "original" in self.record:
             return
         rewire(self.models.student, "standard")
@@ -107,10 +111,10 @@ class Bench:
         rows = MixedRows([self.stores["books"]], [1.0], rows=self.step_rows)
         trainer = build_trainer(settings, self.world, self.models, rows, self.work, self.log)
         self.record["original"] = {text: trainer.measure(self.stores[text], 256) for text in HELDOUT}
-        detach(self.models.student)
+        restore_forward(self.models.student)
         self.log(f"original: {self.record['original']}")
 
-    def settings(self, wiring: str, **changes: Any) -> Settings:
+    def settings(self, wiring: str, **changes: Any) -> AdaptSettings:
         defaults: dict[str, Any] = dict(
             student=str(self.model),
             teacher=str(self.model),
@@ -124,7 +128,7 @@ class Bench:
             progress=False,
             log_every=20,
         )
-        return Settings(**defaults | changes)
+        return AdaptSettings(**defaults | changes)
 
     def run(
         self,
@@ -135,20 +139,22 @@ class Bench:
         keep: bool = False,
         eager: bool = False,
         final_rows: int = 256,
-        corrected: bool = False,
+        fine_tuned: bool = False,
         **changes: Any,
     ) -> dict[str, Any]:
         settings = self.settings(wiring, **changes)
         student = self.models.student
-        for layer in decoder_layers(student):
+        layers: list[Any] = list(decoder_layers(student))
+        for layer in layers:
             layer.compute = EAGER if eager else self.compute
         if eager:
-            settings = replace(settings, graphs=False)
-        detach(student)
+            settings = replace(settings, compile=False, graphs=False)
+        restore_forward(student)
         put(student, self.original)
         assert self.models.teacher is not None
-        put(self.models.teacher, self.corrected if corrected else self.original)
+        put(self.models.teacher, self.fine_tuned if fine_tuned else self.original)
         rewire(student, wiring)
+        assert settings.tokens is not None
         rows = MixedRows(
             [self.stores[source.path] for source in settings.data],
             [source.weight for source in settings.data],
@@ -168,8 +174,8 @@ class Bench:
         trainer.add_callback(clock)
         problem = None
         before = {text: trainer.measure(store, final_rows) for text, store in heldout.items()}
-        if corrected:
-            put(student, self.corrected)  # measured before as zero-shot: the original's weights
+        if fine_tuned:
+            put(student, self.fine_tuned)  # measured before as zero-shot: the original's weights
         try:
             trainer.train()
             if curve.points and curve.points[-1]["step"] != trainer.state.global_step:
@@ -181,7 +187,7 @@ class Bench:
             **{key: value for key, value in environment().items() if key in ("commit", "date")},  # a record grows over days
             "wiring": wiring,
             "tokens": steps * settings.batch_tokens,
-            "corrected_teacher_tokens": self.corrected_tokens if corrected else 0,
+            "fine_tuned_teacher_tokens": self.fine_tuned_tokens if fine_tuned else 0,
             "tokens_per_second": clock.rate(),
             "seconds": clock.total(),
             "memory_gib": torch.cuda.max_memory_allocated() / 2**30 if self.world.device.type == "cuda" else None,
@@ -195,13 +201,14 @@ class Bench:
             "problem": problem,
         }
         if keep and not problem:
-            target = self.work / "healed" / name
+            target = self.work / "recovered" / name
             shutil.rmtree(target, ignore_errors=True)
             save_result(trainer, settings, target, self.world)
             result["weights"] = str(target)
-        detach(student)
+        restore_forward(student)
         if settings.method == "lora":  # the student is the next run's too
-            trainer.model.unload()
+            peft: Any = trainer.model
+            peft.unload()
             student.requires_grad_(True)
         trainer.graphed = None
         del trainer
@@ -213,7 +220,9 @@ class Bench:
         self.log(f"{name}: {result['tokens']:,} tokens, {result['tokens_per_second']:,.0f}/s, {brief(result)}")
         return result
 
-    def distance(self, settings: Settings, rows: Any, folder: Path, texts: dict[str, RowStore], count: int) -> dict[str, float]:
+    def distance(
+        self, settings: AdaptSettings, rows: Any, folder: Path, texts: dict[str, RowStore], count: int
+    ) -> dict[str, float]:
         """KL of the student from the original, whoever taught it: what next-token training is measured by too."""
         assert self.models.teacher is not None
         put(self.models.teacher, self.original)
@@ -288,7 +297,7 @@ def sample_rows(
     model: Path, path: Path, world: World, tokens: int, batch: int, length: int, seed: int, sequence: int
 ) -> dict[str, Any]:
     """Batches of samples, plain and chat, until there are ``tokens``; packed like documents."""
-    from ladder_residual.corpus.sample import Sampler, SampleSettings, load_for_sampling
+    from ladder_residual.data.sample import Sampler, SampleSettings, load_for_sampling
 
     began = time.monotonic()
     network, tokenizer = load_for_sampling(str(model), world, "bf16")
@@ -317,7 +326,7 @@ def selection(bench: Bench) -> dict[str, Any]:
     """Layers chosen on books and the model's samples; the curves also on texts that had no say."""
     from ladder_residual.adapt.probe import Probe
     from ladder_residual.adapt.select import curves, select
-    from ladder_residual.loading import load_model
+    from ladder_residual.models.loading import load_model
 
     began = time.monotonic()
     model = load_model(str(bench.model), bench.world, dtype="bf16" if bench.world.device.type == "cuda" else "fp32")
@@ -354,7 +363,7 @@ class Scoring:
             return
         from ladder_residual.evaluate.requests import Requests
         from ladder_residual.evaluate.score import score_all
-        from ladder_residual.loading import load_model
+        from ladder_residual.models.loading import load_model
 
         began = time.monotonic()
         network = load_model(str(directory), self.bench.world, wiring=wiring, dtype="bf16")

@@ -1,9 +1,9 @@
-"""Packed token rows of the texts that ``runs/adapt_smollm2.py`` heals SmolLM2 with, in a few small files.
+"""Packed token rows of the texts that ``lab/runs/adapt_smollm2.py`` recovers SmolLM2 with, in a few small files.
 
-    python runs/adapt_prepare.py smollm2 TEXTS rows
+    python -m lab.runs.adapt_prepare smollm2 TEXTS rows
 
 TEXTS holds classic_books_train.txt.xz, classic_books_valid.txt.xz, gsm8k_train.jsonl.xz, wikitext2_test.raw.xz and reference.jsonl.xz
-(``runs/adapt_reference.py``). WikiText is measured on and never trained on; of the books seven whole ones are held out.
+(``lab/runs/adapt_reference.py``). WikiText is measured on and never trained on; of the books seven whole ones are held out.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ladder_residual.adapt.rows import LEARN, Encoder, build_rows
-from ladder_residual.corpus.tokens import read_tokenizer
+from ladder_residual.data.encoder import LEARN, Encoder
+from ladder_residual.data.packing import build_rows
+from ladder_residual.data.tokenizer import read_tokenizer
 
 SEQUENCE = 1024
 TEXTS = {

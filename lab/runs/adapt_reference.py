@@ -1,9 +1,9 @@
-"""Reference texts for ``runs/adapt_prepare.py``: what is written to explain, from packages that anyone can install.
+"""Reference texts for ``lab/runs/adapt_prepare.py``: what is written to explain, from packages that anyone can install.
 
     apt-get download anarchism dict-foldoc debian-reference-en && pip download --no-deps gensim
     (unpack them with dpkg -x and unzip into PACKAGES)
     pip install mwparserfromhell
-    python runs/adapt_reference.py PACKAGES TEXTS/reference.jsonl.xz --wikitext TEXTS/wikitext2_test.raw.xz
+    python -m lab.runs.adapt_reference PACKAGES TEXTS/reference.jsonl.xz --wikitext TEXTS/wikitext2_test.raw.xz
 
 105 Wikipedia articles (gensim's test data, CC BY-SA), the Free On-line Dictionary of Computing (GFDL), a few pages of An
 Anarchist FAQ (GFDL, GPL; those the package does not compress) and the Debian Reference (GPL), as one text. No article of
@@ -30,8 +30,8 @@ def wikipedia(packages: Path) -> Iterator[tuple[str, str]]:
 
     (dump,) = packages.rglob("enwiki-latest-pages-articles1*-shortened.bz2")
     for page in re.findall(r"<page>.*?</page>", bz2.decompress(dump.read_bytes()).decode("utf-8"), re.S):
-        title = html.unescape(re.search(r"<title>(.*?)</title>", page)[1])
-        markup = re.search(r"<text[^>]*>(.*?)</text>", page, re.S)
+        name, markup = re.search(r"<title>(.*?)</title>", page), re.search(r"<text[^>]*>(.*?)</text>", page, re.S)
+        title = html.unescape(name[1]) if name else ":"
         if markup is None or markup[1].startswith("#REDIRECT") or ":" in title:
             continue
         prose = re.sub(r"<ref[^>]*/>|<ref.*?</ref>|<!--.*?-->", "", html.unescape(markup[1]), flags=re.S)

@@ -1,12 +1,12 @@
-"""Healing SmolLM2-135M-Instruct on one GPU: the runs behind docs/adaptation.md.
+"""Recovering SmolLM2-135M-Instruct on one GPU: the runs behind docs/results/recovery.md.
 
-    python runs/fetch_smollm2.py smollm2
-    python runs/adapt_prepare.py smollm2 TEXTS rows
-    python runs/adapt_smollm2.py pilot --model smollm2 --rows rows --work work --out results/adapt
-    python runs/adapt_smollm2.py heal  --model smollm2 --rows rows --work work --out results/adapt --rows-per-step 16 --seconds 560
-    python runs/adapt_smollm2.py pairs --model smollm2 --rows rows --work work --out results/adapt --rows-per-step 16 --seconds 560
+    python -m lab.runs.fetch_smollm2 smollm2
+    python -m lab.runs.adapt_prepare smollm2 TEXTS rows
+    python -m lab.runs.adapt_smollm2 pilot --model smollm2 --rows rows --work work --out results/adapt
+    python -m lab.runs.adapt_smollm2 recovery --model smollm2 --rows rows --work work --out results/adapt --rows-per-step 16 --seconds 560
+    python -m lab.runs.adapt_smollm2 pairs --model smollm2 --rows rows --work work --out results/adapt --rows-per-step 16 --seconds 560
 
-``pilot`` tries settings in short runs; ``heal`` makes the runs of the document, most important first, until ``--seconds`` are used
+``pilot`` tries settings in short runs; ``recovery`` makes the runs of the document, most important first, until ``--seconds`` are used
 up; ``pairs`` sets distillation beside next-token training, seed by seed, with nothing but the loss between them. Each result
 is on disk as soon as it is there. Texts: books, reference works, GSM8K questions with answers, and the model's own samples, drawn
 here first; WikiText-2 is measured on and never trained on.
@@ -22,16 +22,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapt_bench import START, Bench, Scoring, selection, speak
 
-from ladder_residual.adapt.settings import Source
-from ladder_residual.parallel import distributed
+from lab.runs.adapt_bench import START, Bench, Scoring, selection, speak
+from ladder_residual.adapt.settings import DataSource
+from ladder_residual.distributed.world import distributed
 
 
 def pilot(bench: Bench, million: int) -> None:
-    """Short runs: how much of the text's own loss, and how large a step. What was tried before is in results/adapt/pilot*.json."""
+    """Short runs: how much of the text's own loss, and how large a step. What was tried before is in docs/lab/recovery.md."""
     half = bench.last(1 / 2)
-    short = dict(tokens=2 * million, points=1, warmup=0.05, final_rows=64)
+    short: dict[str, Any] = dict(tokens=2 * million, points=1, warmup=0.05, final_rows=64)
     fewer = dict(batch_tokens=bench.sequence * bench.step_rows // 2)
     for name, wiring, changes in (
         ("15, distillation alone", half, HALF | dict(data_weight=0.0)),
@@ -43,7 +43,7 @@ def pilot(bench: Bench, million: int) -> None:
         bench.run(name, wiring, **short | changes)
 
 
-# Learning rates and optimizer as the pilots found them (results/adapt/pilot*.json).
+# Learning rates and optimizer as the pilots found them (docs/lab/recovery.md).
 # The teacher comes from 4-bit weights: a part of the text's own loss lets the student be better than it.
 MUON = dict(optimizer="muon", other_rate=0.2, hidden_weight=1.0, hidden_share=0.5)
 HALF = MUON | dict(learning_rate=1e-3)
@@ -51,21 +51,21 @@ MOST = MUON | dict(learning_rate=2e-3)
 ALL = MUON | dict(learning_rate=4e-3, warmup=0.03)
 SFT = dict(method="sft", learning_rate=3e-4)
 EQUAL = 4  # million tokens of the runs that compare methods
-CONTROL = f"control sft, {EQUAL}M"  # also the corrected teacher: the original after a short training on the same text
+CONTROL = f"control sft, {EQUAL}M"  # also the fine-tuned teacher: the original after a short training on the same text
 
 
-def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path | None, only: list[str]) -> None:
+def recovery(bench: Bench, seconds: float, million: int, own: float, requests: Path | None, only: list[str]) -> None:
     """The runs of the document, most important first; ``own`` is the weight of the text's own loss in distillation. ``only``: those
-    named, and the control that teachers are corrected by."""
+    named, and the control that teachers are fine-tuned by."""
     half, most = bench.last(1 / 2), bench.last(2 / 3)
     stages = bench.stages((1 / 2, 0.4, 0.3, 0.2, 0.13, 0.07, 0.04))
     equal = dict(tokens=EQUAL * million, points=4)
     long = dict(points=12, keep=True)
-    corrected = dict(corrected=True)
-    alone = corrected | dict(data_weight=0.0)
+    fine_tuned = dict(fine_tuned=True)
+    alone = fine_tuned | dict(data_weight=0.0)
     short_choice = f"distill 15 chosen, {EQUAL}M"
     # As wide as the teacher's own knowledge: what it writes by itself, little of the books it never chose.
-    samples = dict(data=(Source("samples", 0.8), Source("books", 0.1), Source("reference", 0.1)), data_weight=0.0)
+    samples = dict(data=(DataSource("samples", 0.8), DataSource("books", 0.1), DataSource("reference", 0.1)), data_weight=0.0)
     plain = dict(learning_rate=SFT["learning_rate"], data_weight=0.0, keep=True)  # distillation and nothing else changed
     plan: list[tuple[str, str, dict[str, Any]]] = [
         (CONTROL, "standard", SFT | equal | dict(keep=True)),
@@ -78,15 +78,15 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         (f"lora 30, {EQUAL}M", "ladder", dict(method="lora", learning_rate=2e-3, eager=True) | equal),
         (f"progressive 15, {EQUAL}M", half, HALF | equal | dict(stages=bench.stages((0.9, 0.75, 0.6)), stages_share=0.5)),
         (short_choice, "chosen half", HALF | equal),
-        (f"{short_choice}, corrected teacher", "chosen half", HALF | equal | corrected),
-        (f"{short_choice}, corrected teacher alone", "chosen half", HALF | equal | alone),
-        ("distill 15, corrected teacher", half, HALF | long | alone | dict(tokens=40 * million)),
-        ("distill 20, corrected teacher", most, MOST | long | alone | dict(tokens=24 * million)),
-        ("distill 20 chosen, corrected teacher", "chosen most", HALF | long | alone | dict(tokens=24 * million)),
-        ("distill 15 chosen, corrected teacher", "chosen half", HALF | long | alone | dict(tokens=24 * million)),
+        (f"{short_choice}, fine-tuned teacher", "chosen half", HALF | equal | fine_tuned),
+        (f"{short_choice}, fine-tuned teacher alone", "chosen half", HALF | equal | alone),
+        ("distill 15, fine-tuned teacher", half, HALF | long | alone | dict(tokens=40 * million)),
+        ("distill 20, fine-tuned teacher", most, MOST | long | alone | dict(tokens=24 * million)),
+        ("distill 20 chosen, fine-tuned teacher", "chosen most", HALF | long | alone | dict(tokens=24 * million)),
+        ("distill 15 chosen, fine-tuned teacher", "chosen half", HALF | long | alone | dict(tokens=24 * million)),
         (f"lora 15, {EQUAL}M", half, dict(method="lora", learning_rate=1e-3, eager=True) | equal),
-        (f"{short_choice}, corrected teacher alone, seed 1", "chosen half", HALF | equal | alone | dict(seed=1)),
-        (f"{short_choice}, corrected teacher alone, seed 2", "chosen half", HALF | equal | alone | dict(seed=2)),
+        (f"{short_choice}, fine-tuned teacher alone, seed 1", "chosen half", HALF | equal | alone | dict(seed=1)),
+        (f"{short_choice}, fine-tuned teacher alone, seed 2", "chosen half", HALF | equal | alone | dict(seed=2)),
         ("distill 15", half, HALF | long | dict(tokens=48 * million)),
         ("distill 30", "ladder", ALL | long | dict(tokens=48 * million)),
         ("distill 20", most, MOST | long | dict(tokens=40 * million, data_weight=1.0)),
@@ -117,12 +117,12 @@ def heal(bench: Bench, seconds: float, million: int, own: float, requests: Path 
         if time.monotonic() - START + needed > seconds:
             bench.log(f"no time for {name} ({needed:.0f} s)")
             continue
-        if changes.get("corrected") and not bench.corrected:
-            weights = bench.work / "healed" / CONTROL
+        if changes.get("fine_tuned") and not bench.fine_tuned:
+            weights = bench.work / "recovered" / CONTROL
             if not weights.exists():
-                bench.log(f"no corrected teacher for {name}: {CONTROL} has not run")
+                bench.log(f"no fine-tuned teacher for {name}: {CONTROL} has not run")
                 continue
-            bench.correct_teacher(weights, EQUAL * million)
+            bench.load_fine_tuned_teacher(weights, EQUAL * million)
         changes.setdefault("data_weight", 0.0 if changes.get("method") == "sft" else own)
         result = bench.run(name, wiring, **changes)
         if not changes.get("eager"):
@@ -172,14 +172,14 @@ def refuse_unknown(only: list[str], plan: list[tuple[str, str, dict[str, Any]]])
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("pilot", "heal", "pairs"))
+    parser.add_argument("part", choices=("pilot", "recovery", "pairs"))
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--rows", type=Path, required=True)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=100.0, help="begin no further run after this")
     parser.add_argument(
-        "--run", action="append", default=[], help="one of the runs of heal or pairs by its name; may be repeated"
+        "--run", action="append", default=[], help="one of the runs of recovery or pairs by its name; may be repeated"
     )
     parser.add_argument("--device", default="auto")
     parser.add_argument("--requests", type=Path, help="what `ladder eval --requests-out` wrote; scored by every model")
@@ -215,7 +215,7 @@ def main() -> None:
         elif arguments.part == "pairs":
             pairs(bench, arguments.seconds, arguments.million, arguments.requests, arguments.run)
         else:
-            heal(bench, arguments.seconds, arguments.million, arguments.data_weight, arguments.requests, arguments.run)
+            recovery(bench, arguments.seconds, arguments.million, arguments.data_weight, arguments.requests, arguments.run)
         bench.log("done")
 
 

@@ -1,10 +1,10 @@
-"""stories15M (6 layers) on a CPU: which layers to convert, all numbers and orders; and short healing runs that differ in one thing.
+"""stories15M (6 layers) on a CPU: which layers to convert, all numbers and orders; and short recovery runs that differ in one thing.
 
-    python runs/adapt_stories15m.py DATA work results/adapt/selection.json
-    python runs/adapt_stories15m.py DATA work results/adapt/stories15m.json --heal
+    python -m lab.runs.adapt_stories15m DATA work results/adapt/selection.json
+    python -m lab.runs.adapt_stories15m DATA work results/adapt/stories15m.json --recover
 
 DATA holds models/stories15M.bf16planes.xz, tokenizers/llama2_tokenizer.bin, text/stories15M_samples.jsonl.xz and
-text/tinyshakespeare.txt.xz. Healing runs have one optimizer and one learning rate (LoRA: its own), so that methods can be compared;
+text/tinyshakespeare.txt.xz. Recovery runs have one optimizer and one learning rate (LoRA: its own), so that methods can be compared;
 those done before are kept in ``work``. ``--only`` names some of them, for several processes side by side.
 """
 
@@ -26,8 +26,9 @@ HELD_OUT = 400  # stories
 
 def make_model(data: Path, target: Path) -> None:
     """bf16 in two planes of bytes (high, low) -> the float32 file llama2.c knows -> a Hugging Face directory."""
-    import make_demo_model
     from transformers import LlamaForCausalLM
+
+    from lab.tools import make_demo_model
 
     raw = lzma.decompress((data / "models" / "stories15M.bf16planes.xz").read_bytes())
     count = (len(raw) - 28) // 2
@@ -69,39 +70,38 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def heal(work: Path, name: str) -> None:
+def recover(work: Path, name: str) -> None:
     """One run of ``ladder adapt``; its curve in ``work``."""
     from ladder_residual.adapt.run import adapt
-    from ladder_residual.adapt.settings import Settings, Source
-    from ladder_residual.convert import convert
-    from ladder_residual.parallel import distributed
+    from ladder_residual.adapt.settings import AdaptSettings, DataSource
+    from ladder_residual.distributed.world import distributed
+    from ladder_residual.models.convert import convert
 
     wiring, changes = RUNS[name]
     source, folder = work / "stories15m", work / name.replace(",", "").replace(" ", "-")
     if not folder.exists():
         convert(source, folder, wiring=wiring)
     texts = (str(work / "heldout.jsonl"), str(work / "shakespeare.txt"))
-    settings = Settings(
-        **dict(
-            student=str(folder), teacher=str(source), out=f"{folder}-healed", data=(Source(str(work / "train.jsonl")),),
+    asked: dict[str, Any] = dict(
+            student=str(folder), teacher=str(source), out=f"{folder}-recovered", data=(DataSource(str(work / "train.jsonl")),),
             heldout=texts, tokens=TOKENS, batch_tokens=STEP, sequence=SEQUENCE, learning_rate=RATE, evaluate_every=20,
             evaluate_tokens=16_384, progress=False,
-        ) | changes
     )  # fmt: skip
+    settings = AdaptSettings(**asked | changes)
     with distributed("cpu") as world:
         found = adapt(settings, world, lambda line: print(f"{name}: {line}", flush=True))
     kept = {"name": name, "wiring": wiring, "changes": changes, "tokens": TOKENS, "curve": found.curve}
     (work / f"{folder.name}.json").write_text(json.dumps(kept) + "\n", encoding="utf-8")
 
 
-def heal_all(work: Path, out: Path, only: list[str]) -> None:
-    from ladder_residual.bench.environment import environment
+def recover_all(work: Path, out: Path, only: list[str]) -> None:
+    from ladder_residual.common.environment import environment
 
     for name in only or RUNS:
         if name not in RUNS:
             raise SystemExit(f"no run is called {name!r}; there are {', '.join(RUNS)}")
         if not (work / (name.replace(",", "").replace(" ", "-") + ".json")).exists():
-            heal(work, name)
+            recover(work, name)
     done = [work / (name.replace(",", "").replace(" ", "-") + ".json") for name in RUNS]
     runs = [json.loads(path.read_text(encoding="utf-8")) for path in done if path.exists()]
     about = {
@@ -120,8 +120,8 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--tokens", type=int, default=4096, help="of the calibration text")
-    parser.add_argument("--heal", action="store_true", help="healing runs instead of the selection")
-    parser.add_argument("--only", action="append", default=[], help="a healing run; may be repeated")
+    parser.add_argument("--recover", action="store_true", help="recovery runs instead of the selection")
+    parser.add_argument("--only", action="append", default=[], help="a recovery run; may be repeated")
     arguments = parser.parse_args()
     work = arguments.work
     work.mkdir(parents=True, exist_ok=True)
@@ -129,8 +129,8 @@ def main() -> None:
     if not model.exists():
         make_model(arguments.data, model)
         make_texts(arguments.data, work)
-    if arguments.heal:
-        heal_all(work, arguments.out, arguments.only)
+    if arguments.recover:
+        recover_all(work, arguments.out, arguments.only)
         return
     layers = json.loads((model / "config.json").read_text(encoding="utf-8"))["num_hidden_layers"]
     words = [

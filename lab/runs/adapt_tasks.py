@@ -1,6 +1,6 @@
-"""Task accuracies of the healed models from the scores that ``runs/adapt_smollm2.py`` brought back.
+"""Task accuracies of the recovered models from the scores that ``lab/runs/adapt_smollm2.py`` brought back.
 
-    python runs/adapt_tasks.py WORK/scores.json.gz smollm2 TEXTS results/adapt/tasks.json --perplexity wikitext2_test.raw
+    python -m lab.runs.adapt_tasks WORK/scores.json.gz smollm2 TEXTS results/adapt/tasks.json --perplexity wikitext2_test.raw
 
 TEXTS are folders with the task files, separated by commas (``ladder eval --local``). Tasks are loaded once; no model runs here.
 """
@@ -13,11 +13,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from ladder_residual.distributed.world import World
 from ladder_residual.evaluate.harness import load_tasks
+from ladder_residual.evaluate.plan import Plan
 from ladder_residual.evaluate.requests import Score, Scores
-from ladder_residual.evaluate.run import Plan, Session, with_comparison
+from ladder_residual.evaluate.run import Session, with_comparison
 from ladder_residual.evaluate.tasks import wanted_tasks
-from ladder_residual.parallel import World
 
 TASKS = "arc_easy:0,arc_challenge:0,piqa:0,hellaswag:0,sciq:0,winogrande:0,openbookqa:0,truthfulqa_mc1:0"
 ORIGINAL = "original"

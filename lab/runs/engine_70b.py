@@ -1,6 +1,6 @@
 """The 70B table on one GPU (emulated rank of TP=8) and the one-GPU peers; writes results/engine/*.json.
 
-PYTHONPATH=src python runs/engine_70b.py --out results/engine
+python -m lab.runs.engine_70b --out results/engine
 """
 
 from __future__ import annotations
@@ -9,10 +9,11 @@ import argparse
 import json
 from pathlib import Path
 
-from ladder_residual.bench.gpu import Shard, bench_decode, bench_e2e, bench_prefill
-from ladder_residual.bench.gpu_peers import bench_peers
-from ladder_residual.bench.gpu_profile import bench_profile
-from ladder_residual.engine.emulate import LAUNCH
+from lab.peers.measure import decode_and_peers, e2e_and_peers, prefill_and_peers, whole_model
+from lab.profile import bench_profile
+from ladder_residual.bench.engine import bench_decode, bench_e2e, bench_prefill
+from ladder_residual.engine.random_rank import RandomRank
+from ladder_residual.plan.models import resolve_model
 
 # the paper's exposed latencies are 24 us (NVLink) and 64 us (no NVLink) at batch 1; NCCL's 18 us; one-shot kernels 5 us
 LINKS = ("none", "5us", "18us", "24us", "64us")
@@ -21,8 +22,8 @@ LINKS = ("none", "5us", "18us", "24us", "64us")
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/engine"))
-    parser.add_argument("--parts", default="bound,batch1,launch,products,batches,beside,prefill,e2e,profile,whole,peers")
-    parser.add_argument("--products", default="auto", help="of batches 2 to 16: cublas, triton or auto")
+    parser.add_argument("--parts", default="bound,batch1,no-pdl,gemm,batches,beside,prefill,e2e,profile,whole,peers")
+    parser.add_argument("--gemm-backend", default="auto", help="of batches 2 to 16: cublas, triton or auto")
     parser.add_argument("--repeats", type=int, default=40)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -34,61 +35,61 @@ def main() -> None:
             print(name, json.dumps(row), flush=True)
 
     if "peers" in parts:
-        keep("8b-tp1-peers", bench_peers(repeats=options.repeats))
+        keep("8b-tp1-peers", whole_model(repeats=options.repeats))
     if "whole" in parts:  # the same model on the whole card, without its peers
         asked = dict(model="llama-3.1-8b", tp=1, links=("none",), context=1100, repeats=options.repeats)
         keep("8b-tp1-decode", bench_decode(**asked))
-    if set(parts) & {"bound", "batch1", "launch", "products", "batches", "beside", "prefill", "e2e", "profile"}:
-        shard = Shard("llama-3-70b", 8)
+    if set(parts) & {"bound", "batch1", "no-pdl", "gemm", "batches", "beside", "prefill", "e2e", "profile"}:
+        rank = RandomRank(*resolve_model("llama-3-70b"), 8)
         every = ("standard", "ladder", "parallel", "desync-2x", "no-comm")
         if "bound" in parts:  # the figure with the least room, by itself: cards differ
-            few = bench_decode(shard=shard, tp=8, links=("none", "5us"), repeats=5 * options.repeats)
+            few = bench_decode(rank=rank, tp=8, links=("none", "5us"), repeats=5 * options.repeats)
             keep("70b-tp8-bound", few)
         if "batch1" in parts:
             keep(
                 "70b-tp8-batch1",
-                bench_decode(shard=shard, tp=8, links=LINKS, wirings=every, repeats=options.repeats),
+                bench_decode(rank=rank, tp=8, links=LINKS, wirings=every, repeats=options.repeats),
             )
-        if "launch" in parts:  # sums that are ordinary kernels, as NCCL's are
-            links = ("none", *(f"{link}{LAUNCH}" for link in LINKS[1:]))
+        if "no-pdl" in parts:  # all-reduces that are not launched early, as NCCL's are
+            links = ("none", *(f"{link},no-pdl" for link in LINKS[1:]))
             keep(
-                "70b-tp8-launch",
-                bench_decode(shard=shard, tp=8, links=links, wirings=("standard", "ladder"), repeats=options.repeats),
+                "70b-tp8-no-pdl",
+                bench_decode(rank=rank, tp=8, links=links, wirings=("standard", "ladder"), repeats=options.repeats),
             )
         if "beside" in parts:  # what a user would have otherwise
-            keep("70b-tp8-peers", bench_decode(shard=shard, tp=8, batches=(1, 4), repeats=options.repeats, peers=True))
-            keep("70b-tp8-prefill-peers", bench_prefill(shard=shard, tp=8, links=("none", "500us"), peers=True))
-            keep("70b-tp8-e2e-peers", bench_e2e(shard=shard, tp=8, links=("24us",), repeats=2, peers=True))
+            keep("70b-tp8-peers", decode_and_peers(rank, batches=(1, 4), repeats=options.repeats))
+            keep("70b-tp8-prefill-peers", prefill_and_peers(rank))
+            keep("70b-tp8-e2e-peers", e2e_and_peers(rank, repeats=2))
         if "batches" in parts:  # a file of its own as soon as it is there, those with a target first
             for batch in (16, 64, 4):
                 keep(
                     f"70b-tp8-batch{batch}",
                     bench_decode(
-                        shard=shard, tp=8, batches=(batch,), links=LINKS, wirings=("standard", "ladder", "parallel"),
-                        products=options.products, repeats=options.repeats,
+                        rank=rank, tp=8, batches=(batch,), links=LINKS, wirings=("standard", "ladder", "parallel"),
+                        gemm_backend=options.gemm_backend, repeats=options.repeats,
                     ),
                 )  # fmt: skip
-        if "products" in parts:  # cuBLAS and kernels of our own, no link in the way
-            for products in ("cublas", "triton"):
+        if "gemm" in parts:  # cuBLAS and kernels of our own, no link in the way
+            for backend in ("cublas", "triton"):
                 keep(
-                    f"70b-tp8-products-{products}",
+                    f"70b-tp8-gemm-{backend}",
                     bench_decode(
-                        shard=shard, tp=8, batches=(2, 4, 8, 16), links=("none",), wirings=("standard", "ladder"),
-                        products=products, repeats=options.repeats,
+                        rank=rank, tp=8, batches=(2, 4, 8, 16), links=("none",), wirings=("standard", "ladder"),
+                        gemm_backend=backend, repeats=options.repeats,
                     ),
                 )  # fmt: skip
         if "prefill" in parts:
-            rows, notes = [], []
+            rows = []
             for batch in (1, 4):  # kept as soon as they are there
-                result = bench_prefill(shard=shard, tp=8, batches=(batch,), links=("none", "500us", "h200-nccl"))
-                rows, notes = rows + result["rows"], notes + result["notes"]
-                keep("70b-tp8-prefill", {**result, "rows": rows, "notes": notes})
+                result = bench_prefill(rank=rank, tp=8, batches=(batch,), links=("none", "500us", "h200-nccl"))
+                rows += result["rows"]
+                keep("70b-tp8-prefill", {**result, "rows": rows})
         if "e2e" in parts:  # about half a minute each
             for batch in (1, 4, 16, 64):
-                keep(f"70b-tp8-e2e-batch{batch}", bench_e2e(shard=shard, tp=8, batches=(batch,), links=("24us",), repeats=2))
+                keep(f"70b-tp8-e2e-batch{batch}", bench_e2e(rank=rank, tp=8, batches=(batch,), links=("24us",), repeats=2))
         if "profile" in parts:  # behind all that is timed: a profiler, once on, slows down what comes after it
-            keep("70b-tp8-profile", bench_profile(shard=shard))
-        del shard
+            keep("70b-tp8-profile", bench_profile(rank=rank))
+        del rank
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """`generate` on one GPU with the CUDA engine and with transformers' own forward: the same tokens?
 
-PYTHONPATH=src python runs/engine_generate.py --out results/engine
+python -m lab.runs.engine_generate --out results/engine
 
 Random weights (a Llama of 8 layers, bfloat16) make near-ties common, so the share of equal tokens is reported together with how
 close the two best logits were where the first difference arose.
@@ -18,10 +18,10 @@ from typing import Any
 import torch
 
 import ladder_residual  # noqa: F401
-from ladder_residual.bench.environment import environment
-from ladder_residual.engine.backend import engine_model
-from ladder_residual.loading import load_model
-from ladder_residual.parallel import World
+from ladder_residual.common.environment import environment
+from ladder_residual.distributed.world import World
+from ladder_residual.generation.engine_adapter import engine_model
+from ladder_residual.models.loading import load_model
 
 NEW = 64
 

@@ -1,6 +1,6 @@
 """A real checkpoint through the engine's kernels on Triton's interpreter, in float32, on a CPU: are the greedy tokens transformers'?
 
-PYTHONPATH=src python runs/engine_interpreted.py CHECKPOINT --out results/engine
+python -m lab.runs.engine_interpreted CHECKPOINT --out results/engine
 
 float32 leaves no near ties for rounding to decide, so the tokens must be equal. Nothing here is a measure of speed: the interpreter
 runs one program after another, with tiles that suit it.
@@ -18,38 +18,42 @@ from typing import Any
 os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
 
 import torch
-from engine_real_checkpoint import PROMPTS
 
-from ladder_residual.bench.environment import environment
-from ladder_residual.engine._triton import mend_interpreter
+from lab.runs.engine_real_checkpoint import PROMPTS
+from lab.triton_interpreter import mend_interpreter
+from ladder_residual.common.environment import environment
+from ladder_residual.distributed.world import World
 from ladder_residual.engine.cache import KVCache
-from ladder_residual.engine.execute import Executor, Ops
-from ladder_residual.engine.gemv_ops import GemvOps, GemvTiles, Tile
-from ladder_residual.engine.prefill_ops import FusedPrefillOps
+from ladder_residual.engine.cuda.pdl import PdlMode
+from ladder_residual.engine.cuda.streams import RecordingStreams
+from ladder_residual.engine.executor import Executor, Ops
+from ladder_residual.engine.ops.gemv import GemvOps
+from ladder_residual.engine.ops.prefill import FusedPrefillOps
+from ladder_residual.engine.ops.tiles import GemvTiles, Tile
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.schedule import SCHEDULES, plan_steps
 from ladder_residual.engine.spec import EngineSpec, RankSizes
-from ladder_residual.engine.streams import RecordingStreams
 from ladder_residual.engine.weights import stack_weights
-from ladder_residual.hf_config import wiring_of
-from ladder_residual.loading import load_model
-from ladder_residual.parallel import World
+from ladder_residual.models.hf_config import wiring_of
+from ladder_residual.models.loading import load_model
 
 CPU = torch.device("cpu")
 
 
-def tiles(hidden: int, schedule: str, *, in_pairs: bool) -> GemvTiles:
-    """Large: each program costs the interpreter milliseconds. Gate/up and the head walk, the others take their rows in two pieces."""
+def tiles(hidden: int, schedule: str, *, packed: bool) -> GemvTiles:
+    """Large: each program costs the interpreter milliseconds. Gate/up and the head are persistent, the others loop over two blocks of K."""
     width = 1 << (hidden - 1).bit_length()
-    rows, walk = Tile(128, width // 2, 1, 1), Tile(128, width, 1, walkers=1)
-    if schedule == "woven":
-        walk = replace(walk, second=True, lead=0.5)
-    made = GemvTiles(rows, rows, walk, rows, Tile(512, width, 1, walkers=1), slices=1, splits=2, block_t=16)
-    return made.in_pairs() if in_pairs else made
+    rows, persistent = Tile(128, width // 2, 1, 1), Tile(128, width, 1, programs_per_sm=1)
+    if schedule == "interleaved":
+        persistent = replace(persistent, prefetch_second=True, tail_share=0.5)
+    made = GemvTiles(
+        rows, rows, persistent, rows, Tile(512, width, 1, programs_per_sm=1), split_k=1, kv_splits=2, block_kv=16
+    )  # fmt: skip
+    return made.with_packed_weights() if packed else made
 
 
 @torch.inference_mode()
-def greedy(model: Any, prompt: torch.Tensor, new: int, schedule: str, *, in_pairs: bool) -> list[int]:
+def greedy(model: Any, prompt: torch.Tensor, new: int, schedule: str, *, packed: bool) -> list[int]:
     wiring, spec = wiring_of(model.config), EngineSpec.from_hf(model.config.to_dict(), max_context=prompt.shape[1] + new)
     sizes = RankSizes.of(spec.shape, 1, 0)
     weights = stack_weights(spec, sizes, {name: parameter.data for name, parameter in model.named_parameters()})
@@ -64,9 +68,9 @@ def greedy(model: Any, prompt: torch.Tensor, new: int, schedule: str, *, in_pair
     reading = FusedPrefillOps(spec, sizes, weights, cache, prompt.shape[1])
     reading.last = torch.tensor([prompt.shape[1] - 1])
     logits = torch.full((1, sizes.vocab_rows), float("nan"))
-    executor(reading, prompt.shape[1], "one").run(prompt, logits)
+    executor(reading, prompt.shape[1], "serial").run(prompt, logits)
     decode = executor(
-        GemvOps(spec, sizes, weights, cache, tiles(sizes.hidden, schedule, in_pairs=in_pairs), pdl=0), 1, schedule
+        GemvOps(spec, sizes, weights, cache, tiles(sizes.hidden, schedule, packed=packed), pdl=PdlMode.OFF), 1, schedule
     )
     end = model.generation_config.eos_token_id
     tokens = []
@@ -93,26 +97,21 @@ def main() -> None:
     tokenizer = AutoTokenizer.from_pretrained(options.checkpoint)
     rows = []
     for wiring in options.wirings.split(","):
-        model = load_model(options.checkpoint, World(), wiring=wiring, dtype="float32")
+        model: Any = load_model(options.checkpoint, World(), wiring=wiring, dtype="float32")
         equal, count = [], 0
         for number, text in enumerate(PROMPTS[: options.prompts]):
             prompt = tokenizer(text, return_tensors="pt")
             wanted = model.generate(
                 **prompt, max_new_tokens=options.new, min_new_tokens=options.new, do_sample=False, pad_token_id=0
             )[0, prompt["input_ids"].shape[1] :].tolist()  # fmt: skip
-            schedule = SCHEDULES[number % len(SCHEDULES)] if wiring.startswith("ladder") else "one"
-            found = greedy(model, prompt["input_ids"], options.new, schedule, in_pairs=number % 2 == 1)
+            schedule = SCHEDULES[number % len(SCHEDULES)] if wiring.startswith("ladder") else "serial"
+            found = greedy(model, prompt["input_ids"], options.new, schedule, packed=number % 2 == 1)
             equal.append(sum(a == b for a, b in zip(found, wanted, strict=True)))
             count += options.new
             print(wiring, schedule, equal[-1], "of", options.new, repr(tokenizer.decode(found)), flush=True)
         rows.append({"wiring": f"{wiring}, float32", "tokens": count, "equal_tokens": sum(equal)})
     name = Path(options.checkpoint).name
     result = {"benchmark": "generate", "emulated": False, "interpreted": True, "model": name, "tp": 1, "batch": 1, "rows": rows}
-    result["notes"] = [
-        "The same kernels on Triton's interpreter, on a CPU, one prompt at a time, every second one with weights in pairs "
-        f"(ladder's schedules by turns: {', '.join(SCHEDULES[: options.prompts])}), against transformers'",
-        "own forward in float32, where no near tie is left for rounding to decide.",
-    ]
     options.out.mkdir(parents=True, exist_ok=True)
     (options.out / f"generate-{name}-interpreted.json").write_text(json.dumps({**result, **environment()}, indent=1) + "\n")
 

@@ -1,10 +1,10 @@
 """A real checkpoint on one GPU: the CUDA engine's greedy tokens against transformers' own forward, every wiring.
 
-PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine
-PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine --at-once 1 --dtypes float32
-PYTHONPATH=src python runs/engine_real_checkpoint.py CHECKPOINT --out results/engine --control
+python -m lab.runs.engine_real_checkpoint CHECKPOINT --out results/engine
+python -m lab.runs.engine_real_checkpoint CHECKPOINT --out results/engine --at-once 1 --dtypes float32
+python -m lab.runs.engine_real_checkpoint CHECKPOINT --out results/engine --control
 
-The first reads all prompts together (products by cuBLAS), the second one after another (the kernels for one sequence). Nothing is timed.
+The first reads all prompts together (GEMMs by cuBLAS), the second one after another (the kernels for one sequence). Nothing is timed.
 Where the two best tokens are closer than the dtype resolves either may be chosen, and from there the texts differ. The judge is the
 same model in float32: it reads each text and says, for every token, how far below its own best choice the chosen token lies (0
 where they agree). ``--control`` runs no engine and needs no GPU: transformers' eager attention against its sdpa, the same model and
@@ -21,10 +21,10 @@ from typing import Any
 import torch
 
 import ladder_residual  # noqa: F401
-from ladder_residual.bench.environment import environment
-from ladder_residual.engine.backend import engine_model
-from ladder_residual.loading import load_model
-from ladder_residual.parallel import World
+from ladder_residual.common.environment import environment
+from ladder_residual.distributed.world import World
+from ladder_residual.generation.engine_adapter import engine_model
+from ladder_residual.models.loading import load_model
 
 NEW = 64
 PROMPTS = [
@@ -117,14 +117,7 @@ def main() -> None:
         "rows": rows,
     }
     if options.control:
-        result["control"] = "transformers' eager attention against its sdpa: no engine"
-    result["notes"] = [
-        "Greedy, prompts of unequal length"
-        + (", one after another" if at_once == 1 else "")
-        + ". Where the two differ, a float32 copy of the model judged each token after the same words: the",
-        "share of its tokens that float32 would choose too, and by how much (in logits) the "
-        f"{'other' if options.control else 'engine'}'s worst choice lies below its best.",
-    ]
+        result["control"] = True  # transformers' eager attention against its SDPA: no engine
     options.out.mkdir(parents=True, exist_ok=True)
     suffix = ("" if at_once == len(PROMPTS) else f"-batch{at_once}") + ("-control" if options.control else "")
     (options.out / f"generate-{name}{suffix}.json").write_text(json.dumps({**result, **environment()}, indent=1) + "\n")

@@ -1,6 +1,6 @@
 """Sizes from 1B to 405B as emulated ranks (405B: one rank of TP=16), decode at batch 1; writes results/engine/sizes-*.json.
 
-PYTHONPATH=src python runs/engine_sizes.py --out results/engine --links 24us,64us
+python -m lab.runs.engine_sizes --out results/engine --links 24us,64us
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ MODELS = (
 
 
 def main() -> None:
-    from ladder_residual.bench.gpu import bench_decode
+    from ladder_residual.bench.engine import bench_decode
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("results/engine"))

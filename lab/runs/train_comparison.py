@@ -1,7 +1,7 @@
 """The wirings trained from scratch on one GPU: same model, same data order, same hyper-parameters, several seeds.
 
-    python runs/train_prepare.py TEXTS data/books
-    python runs/train_comparison.py --data data/books --out results/train
+    python -m lab.runs.train_prepare TEXTS data/books
+    python -m lab.runs.train_comparison --data data/books --out results/train
 
 Worker processes take the runs from a list, ``--jobs`` at a time: a model of this size leaves a large GPU idle between its kernels,
 and several fill it. ``comparison.json`` in ``--out`` is rewritten every few seconds, so a run that is cut short keeps all it has.
@@ -44,7 +44,7 @@ def split_name(name, options):
 
 
 def recipe_of(name, options, directory):
-    from ladder_residual.corpus.shards import Corpus
+    from ladder_residual.data.corpus import Corpus
     from ladder_residual.train.recipe import Recipe
 
     label, seed, lr = split_name(name, options)
@@ -110,7 +110,7 @@ def collect(names, options, directory, states, began):
             )
         )
     recipe = recipe_of(names[0], options, directory)
-    from ladder_residual.bench.environment import environment
+    from ladder_residual.common.environment import environment
 
     result = dict(
         benchmark="train-comparison",

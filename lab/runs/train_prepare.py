@@ -1,6 +1,6 @@
-"""The tokenizer and the two corpora of the comparison in docs/training.md.
+"""The tokenizer and the two corpora of the comparison in docs/results/training.md.
 
-    python runs/train_prepare.py TEXTS data/books
+    python -m lab.runs.train_prepare TEXTS data/books
 
 TEXTS holds classic_books_train.txt.xz and classic_books_valid.txt.xz: public-domain books, each ended by a line ``<|endoftext|>``. A
 byte-level BPE of 16,384 words is trained on every third book and written to ``data/books/tokenizer``; the corpora beside it. Its

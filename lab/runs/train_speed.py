@@ -1,6 +1,6 @@
 """Speed of whole training steps on one GPU: standard against ladder, interleaved on the same weights and the same compiled code.
 
-    python runs/train_speed.py --out results/train/speed.json
+    python -m lab.runs.train_speed --out results/train/speed.json
 
 A step is forward, backward, clipping and AdamW on random tokens, as `ladder train` does it. MFU counts needed FLOPs only
 (``train/speed.py``). Written after every case, so that a run that is cut short keeps what it has.
@@ -11,15 +11,16 @@ import json
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ladder_residual.bench.environment import environment
-from ladder_residual.config import Wiring
-from ladder_residual.hf_config import wiring_of
-from ladder_residual.model import place_layers
-from ladder_residual.train.building import build
+from ladder_residual.common.environment import environment
+from ladder_residual.core.config import Wiring
+from ladder_residual.models.hf import place_layers
+from ladder_residual.models.hf_config import wiring_of
 from ladder_residual.train.layout import training_layout
+from ladder_residual.train.model import build
 from ladder_residual.train.optimizer import ShardedAdamW
 from ladder_residual.train.recipe import Recipe
 from ladder_residual.train.speed import flops_per_token, peak_tflops
@@ -49,7 +50,7 @@ class Case:
         )
         self.recipe = Recipe.from_dict(recipe)
         self.layout = layout
-        self.trained = build(self.recipe, layout)
+        self.trained: Any = build(self.recipe, layout)
         self.optimizer = ShardedAdamW(self.trained, self.recipe.optimizer, layout)
         vocabulary = self.recipe.model.shape().vocab_size
         self.tokens = torch.randint(0, vocabulary, (rows, sequence), device=layout.device)
@@ -69,7 +70,7 @@ class Case:
         self.optimizer.step(1e-4)
 
     def measure(self, steps, rounds):
-        times = {"standard": [], "ladder": []}
+        times: dict[str, list[float]] = {"standard": [], "ladder": []}
         started = time.perf_counter()
         for spec in times:
             self.rewire(spec)

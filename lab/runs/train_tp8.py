@@ -1,6 +1,6 @@
 """Training steps of one emulated rank of TP=8 on a GPU, forward and backward: standard against ladder over several links.
 
-python runs/train_tp8.py --out results/train/tp8-emulated.json
+python -m lab.runs.train_tp8 --out results/train/tp8-emulated.json
 """
 
 import argparse
@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 
 from ladder_residual.bench.train import bench_train
-from ladder_residual.parallel import distributed
+from ladder_residual.distributed.world import distributed
 
 
 def main():

@@ -1,8 +1,8 @@
 """Time per token through vLLM's own server and its own benchmark client, wiring against wiring.
 
-    ladder bench serve                                  # two ranks over a link as slow as one module, a random model
-    ladder bench serve --model DIR --link 0             # a checkpoint, ranks on one host
-    ladder bench serve --url http://host:8000           # a server that runs already
+    python -m lab.serving.load                             # two ranks over a link as slow as one module, a random model
+    python -m lab.serving.load --model DIR --link 0           # a checkpoint, ranks on one host
+    python -m lab.serving.load --url http://host:8000           # a server that runs already
 
 All servers run at once and are measured in turn, so that a busy machine slows all of them alike; only one works at a time.
 """
@@ -27,14 +27,18 @@ from typing import Annotated, Any
 
 import typer
 
-from .commands import read_seconds, split_wirings
-from .delayed_link import DelayedLink
-from .vllm_servers import VLLM, Server, checkpoints, environment_with_vllm, started
+from lab.hosts.delayed_link import DelayedLink
+from lab.output import finish
+from lab.serving.servers import VLLM, Server, checkpoints, environment_with_vllm, started
+from ladder_residual.cli.options import split_wirings
+from ladder_residual.common.markdown import table
+from ladder_residual.common.units import read_seconds
+from ladder_residual.distributed.launch import run_command
 
 IDLE_SECONDS = 2.5  # vLLM's ranks spin for a second after their last step; the next server must not pay for that
 METRICS = {"ttft_ms": "median_ttft_ms", "tpot_ms": "median_tpot_ms", "tokens_per_s": "output_throughput"}
 ONE = "one"  # in place of a rate: the next request when the last is answered
-BOUND = "no-comm"  # the wiring that never sums
+BOUND = "no-comm"  # the wiring that never reduces
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,21 +112,25 @@ def summarise(samples: dict[tuple[str, str], list[dict[str, float]]], baseline: 
 def one_module(
     folder: Path, model: str | None, layers: int, hidden: int, options: dict[str, Any], say: Callable[[str], None]
 ) -> float:
-    """Seconds: a step of one sequence without any sums, on ranks of one host, divided by the number of its modules."""
-    from ..checkpoint import read_json
+    """Seconds: a step of one sequence without any all-reduce, on ranks of one host, divided by the number of its modules."""
+    from ladder_residual.models.checkpoint_reader import read_json
 
     directory, overrides = checkpoints(folder, model, [BOUND], layers, hidden)[BOUND]
     modules = 2 * read_json(directory / "config.json")["num_hidden_layers"]
-    say("starting vLLM without sums, to time one module")
-    load = Load(name=ONE, rate=math.inf, prompts=3, concurrency=1)
+    say("starting vLLM without all-reduces, to time one module")
+    one = Load(name=ONE, rate=math.inf, prompts=3, concurrency=1)
     with started(directory, f"{BOUND}-one-host", overrides=overrides, **options) as server:
-        measure(server, load, folder)
-        found = statistics.median(measure(server, load, folder)["tpot_ms"] for _ in range(3))
+        measure(server, one, folder)
+        found = statistics.median(measure(server, one, folder)["tpot_ms"] for _ in range(3))
     say(f"one module takes {found / modules:.2f} ms (a step of {found:.1f} ms, {modules} modules)")
     return found / modules / 1e3
 
 
-def serve(
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def load(
     model: Annotated[str | None, typer.Option(help="Checkpoint directory; default: a Llama with random weights.")] = None,
     wirings: Annotated[
         str, typer.Option(help="The first is the baseline; 'vllm' is vLLM's own model.")
@@ -185,10 +193,7 @@ def serve(
             about |= {"model": model or f"random Llama, {layers} layers of {hidden}", "eager": eager}
         result = about | {"rows": run(servers, loads, rounds, say), **environment_with_vllm()}
     _print(result)
-    text = json.dumps(result)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    finish(result, out)
 
 
 def _running(url: str, model: str | None) -> Server:
@@ -206,33 +211,34 @@ def _print(result: dict[str, Any]) -> None:
     from rich.table import Table
 
     columns = ("wiring", "requests/s", "TTFT ms", "ms/token", "min-max", "tokens/s", "speed-up", "hidden")
-    table = Table(*columns, title=f"vLLM, {result['link']}")
+    drawn = Table(*columns, title=f"vLLM, {result['link']}")
     for row in result["rows"]:
         per_token = (f"{row['tpot_ms']:.1f}", f"{row['tpot_ms_min']:.1f}-{row['tpot_ms_max']:.1f}")
         hidden = row.get("hidden")
         tail = (f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", "" if hidden is None else f"{100 * hidden:.0f} %")
-        table.add_row(row["wiring"], row["rate"], f"{row['ttft_ms']:.0f}", *per_token, *tail)
-    Console(width=110).print(table)
+        drawn.add_row(row["wiring"], row["rate"], f"{row['ttft_ms']:.0f}", *per_token, *tail)
+    Console(width=110).print(drawn)
     if "module_ms" in result:
         print(f"one module computes {result['module_ms']:.2f} ms; the link holds each packet for {result['link_ms']:.2f} ms")
 
 
 def markdown_table(result: dict[str, Any]) -> str:
-    """The result as the table of docs/serving.md."""
-    lines = [
-        "| requests/s | wiring | TTFT ms | ms per token | min to max | tokens/s | speed-up |",
-        "|---|---|---|---|---|---|---|",
-    ]
-    loads = {ONE: "one at a time", "inf": f"{result['prompts']} at once"}
-    for load in dict.fromkeys(row["rate"] for row in result["rows"]):
-        for row in (row for row in result["rows"] if row["rate"] == load):
-            name = {"vllm": "vLLM's own model and sums"}.get(row["wiring"], row["wiring"])
+    """The result as a table."""
+    names = {ONE: "one at a time", "inf": f"{result['prompts']} at once"}
+    own = {"vllm": "vLLM's own model and all-reduce"}
+    rows = []
+    for rate in dict.fromkeys(row["rate"] for row in result["rows"]):
+        for row in (row for row in result["rows"] if row["rate"] == rate):
             spread = f"{row['tpot_ms_min']:.1f} to {row['tpot_ms_max']:.1f}"
-            lines.append(
-                f"| {loads.get(load, load)} | {name} | {row['ttft_ms']:.0f} | {row['tpot_ms']:.1f} | {spread} | "
-                f"{row['tokens_per_s']:.1f} | {row['speedup']:.2f}x |"
+            times = (
+                f"{row['ttft_ms']:.0f}",
+                f"{row['tpot_ms']:.1f}",
+                spread,
+                f"{row['tokens_per_s']:.1f}",
+                f"{row['speedup']:.2f}x",
             )
-    return "\n".join(lines) + "\n"
+            rows.append((names.get(rate, rate), own.get(row["wiring"], row["wiring"]), *times))
+    return table(("requests/s", "wiring", "TTFT ms", "ms per token", "min to max", "tokens/s", "speed-up"), rows)
 
 
 def _load(text: str, sizes: dict[str, int]) -> Load:
@@ -245,3 +251,7 @@ def _load(text: str, sizes: dict[str, int]) -> Load:
     if not rate > 0:
         raise ValueError(f"a rate is a positive number of requests per second, one or inf; got {text!r}")
     return Load(name=f"{rate:g}", rate=rate, **sizes)
+
+
+if __name__ == "__main__":
+    run_command(app)

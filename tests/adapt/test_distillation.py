@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from ladder_residual.adapt.losses import (
-    Mixture,
+from ladder_residual.adapt.distillation import (
+    LossWeights,
     chunked_distillation,
     plain_distillation,
     relative_distance,
@@ -15,12 +15,12 @@ from ladder_residual.adapt.losses import (
 from ladder_residual.train.loss import Head
 
 VOCAB, HIDDEN = 97, 16
-MIXTURES = [
-    Mixture(),
-    Mixture(data=0.3),
-    Mixture(teacher=0.5, data=1.0, temperature=2.0),
-    Mixture(temperature=1.5, top_k=5),
-    Mixture(data=0.1, top_k=VOCAB + 5),
+WEIGHTS = [
+    LossWeights(),
+    LossWeights(data=0.3),
+    LossWeights(teacher=0.5, data=1.0, temperature=2.0),
+    LossWeights(temperature=1.5, top_k=5),
+    LossWeights(data=0.1, top_k=VOCAB + 5),
 ]
 
 
@@ -35,14 +35,14 @@ def batch():
 
 
 @pytest.mark.parametrize("scaling", [(1.0, None), (3.0, 20.0)], ids=["plain", "scaled and capped"])
-@pytest.mark.parametrize("mixture", MIXTURES, ids=str)
+@pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 @pytest.mark.parametrize("chunk", [7, 64])
-def test_chunks_give_the_plain_loss_and_its_gradients(mixture, chunk, scaling):
+def test_chunks_give_the_plain_loss_and_its_gradients(weights, chunk, scaling):
     hidden, weight, teacher_hidden, teacher_weight, labels = batch()
     head = Head(weight, scaling=scaling[0], softcap=scaling[1])
     teacher_head = Head(teacher_weight, scaling=scaling[0], softcap=scaling[1])
-    plain = plain_distillation(hidden, head, teacher_hidden, teacher_head, labels, mixture)
-    chunked = chunked_distillation(hidden, head, teacher_hidden, teacher_head, labels, mixture, chunk=chunk)
+    plain = plain_distillation(hidden, head, teacher_hidden, teacher_head, labels, weights)
+    chunked = chunked_distillation(hidden, head, teacher_hidden, teacher_head, labels, weights, chunk=chunk)
     torch.testing.assert_close(tuple(chunked), tuple(plain), rtol=1e-5, atol=1e-6)
     for ours, reference in zip(
         torch.autograd.grad(chunked.total, [hidden, weight]), torch.autograd.grad(plain.total, [hidden, weight]), strict=True
@@ -53,10 +53,10 @@ def test_chunks_give_the_plain_loss_and_its_gradients(mixture, chunk, scaling):
 @pytest.mark.slow
 def test_compiled_rule_equals_the_eager_one():
     hidden, weight, teacher_hidden, teacher_weight, labels = batch()
-    for mixture in MIXTURES[:2]:
+    for weights in WEIGHTS[:2]:
         results = [
             chunked_distillation(
-                hidden, Head(weight), teacher_hidden, Head(teacher_weight), labels, mixture, chunk=11, compiled=compiled
+                hidden, Head(weight), teacher_hidden, Head(teacher_weight), labels, weights, chunk=11, compiled=compiled
             )
             for compiled in (False, True)
         ]
@@ -68,8 +68,8 @@ def test_compiled_rule_equals_the_eager_one():
 def test_divisors_make_parts_add_up_to_the_whole():
     hidden, weight, teacher_hidden, teacher_weight, labels = batch()
     labels[0, :] = -100  # rows with unequal numbers of answers
-    mixture = Mixture(data=0.5)
-    whole = chunked_distillation(hidden, Head(weight), teacher_hidden, Head(teacher_weight), labels, mixture)
+    weights = LossWeights(data=0.5)
+    whole = chunked_distillation(hidden, Head(weight), teacher_hidden, Head(teacher_weight), labels, weights)
     count = (labels[:, 1:] != -100).sum()
     parts = sum(
         chunked_distillation(
@@ -78,7 +78,7 @@ def test_divisors_make_parts_add_up_to_the_whole():
             teacher_hidden[row : row + 1],
             Head(teacher_weight),
             labels[row : row + 1],
-            mixture,
+            weights,
             tokens=labels.numel(),
             divisor=count,
         ).total
@@ -92,10 +92,10 @@ def test_padding_counts_for_nothing():
     labels[:, 8:] = -100
     counted = torch.ones_like(labels, dtype=torch.bool)
     counted[:, 8:] = False
-    mixture = Mixture(data=0.5)
+    weights = LossWeights(data=0.5)
     heads = Head(weight), Head(teacher_weight)
-    masked = chunked_distillation(hidden, heads[0], teacher_hidden, heads[1], labels, mixture, counted=counted)
-    short = chunked_distillation(hidden[:, :8], heads[0], teacher_hidden[:, :8], heads[1], labels[:, :8], mixture)
+    masked = chunked_distillation(hidden, heads[0], teacher_hidden, heads[1], labels, weights, counted=counted)
+    short = chunked_distillation(hidden[:, :8], heads[0], teacher_hidden[:, :8], heads[1], labels[:, :8], weights)
     torch.testing.assert_close(tuple(masked), tuple(short))
     gradients = [torch.autograd.grad(loss.total, [hidden, weight]) for loss in (masked, short)]
     torch.testing.assert_close(*gradients)
@@ -103,8 +103,8 @@ def test_padding_counts_for_nothing():
 
 def test_a_perfect_student_has_no_loss_and_no_gradient():
     hidden, weight, *_, labels = batch()
-    for mixture in (Mixture(), Mixture(temperature=3.0), Mixture(top_k=4)):
-        loss = chunked_distillation(hidden, Head(weight), hidden.detach(), Head(weight.detach()), labels, mixture)
+    for weights in (LossWeights(), LossWeights(temperature=3.0), LossWeights(top_k=4)):
+        loss = chunked_distillation(hidden, Head(weight), hidden.detach(), Head(weight.detach()), labels, weights)
         gradient = torch.autograd.grad(loss.total, hidden)[0]
         assert loss.total.abs() < 1e-5
         assert gradient.abs().max() < 1e-6
@@ -132,4 +132,4 @@ def test_distance_of_states_sees_every_token():
 @pytest.mark.parametrize("bad", [{"teacher": 0}, {"data": -1}, {"temperature": 0}, {"top_k": -1}])
 def test_nonsense_weights_are_refused(bad):
     with pytest.raises(ValueError, match=r"-1|0"):
-        Mixture(**bad)
+        LossWeights(**bad)

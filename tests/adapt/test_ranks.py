@@ -1,9 +1,10 @@
-"""Healing in real processes: killed and resumed, on two ranks with DDP and FSDP2, from the command line and from recipes."""
+"""Recovery in real processes: killed and resumed, on two ranks with DDP and FSDP2, from the command line and from recipes."""
 
-import contextlib
 import json
 import os
 import random
+import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,100 +18,51 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ladder_residual.adapt import run as run_module
+from ladder_residual.adapt.checkpoints import last_checkpoint
 from ladder_residual.adapt.run import adapt
-from ladder_residual.adapt.settings import Settings, Source, read_recipe
-from ladder_residual.convert import convert
-from ladder_residual.loading import load_model
-from ladder_residual.parallel import World
-from ranks import run_on_ranks
+from ladder_residual.adapt.settings import read_recipe
+from ladder_residual.adapt.trainer import AdaptTrainer
+from ladder_residual.models.loading import load_model
+from tests.forged import forge_metadata
+from tests.ranks import run_on_ranks
+from tests.tiny_adapt import log_entries, losses, run, settings, stop_after_a_checkpoint
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = 14
-FAST = dict(sequence=64, batch_tokens=512, tokens=512 * 4, learning_rate=1e-3, log_every=1, progress=False, save_every=2)
-
-
-@pytest.fixture(scope="module")
-def ground(demo_dir, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    convert(demo_dir, folder / "original", "standard", copy=True)
-    convert(folder / "original", folder / "ladder", "ladder:last-half")
-    stories = (demo_dir / "stories.txt").read_text(encoding="utf-8").replace("\n\n", "\n<|endoftext|>\n")
-    (folder / "train.txt").write_text(stories[:20000], encoding="utf-8")
-    (folder / "heldout.txt").write_text(stories[20000:], encoding="utf-8")
-    return folder
-
-
-def entries(ground, name):
-    path = ground / f"{name}.training" / "log.jsonl"
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found = []
-    for line in lines:
-        with contextlib.suppress(ValueError):  # a line that was being written when its writer was killed
-            found.append(json.loads(line))
-    return found
-
-
-def losses(ground, name):
-    return {entry["step"]: entry["loss"] for entry in entries(ground, name)}
-
-
-def command(ground, name):
-    words = ["adapt", str(ground / "ladder"), "--teacher", str(ground / "original"), "--data", str(ground / "train.txt")]
-    words += ["--out", str(ground / name), "--sequence", "64", "--batch-tokens", "512", "--tokens", str(512 * STEPS)]
-    words += [
-        "--lr",
-        "1e-3",
-        "--save-every",
-        "2",
-        "--log-every",
-        "1",
-        "--device",
-        "cpu",
-        "--heldout",
-        str(ground / "heldout.txt"),
-    ]
-    words += ["--hidden-weight", "0.5", "--stage", "ladder:4"]
-    return [sys.executable, "-m", "ladder_residual", *words]
+FAST = dict(tokens=512 * 4, learning_rate=1e-3, save_every=2, heldout=())
 
 
 def test_a_killed_run_goes_on_to_the_same_losses(ground):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    whole = subprocess.run(command(ground, "whole"), env=environment, capture_output=True, text=True, timeout=240)
-    assert whole.returncode == 0, whole.stderr[-2000:]
-    assert "heldout.txt: loss" in whole.stdout
-    expected = losses(ground, "whole")
+    """The command, killed at any step and started again, against a run that nobody disturbed."""
+    student = ground / "half"
+    options = dict(tokens=512 * STEPS, learning_rate=1e-3, save_every=2, hidden_weight=0.5, stages=("ladder:4",))
+    run(ground, "undisturbed", student=str(student), evaluate_tokens=65_536, **options)
+    expected = losses(ground, "undisturbed")
     assert list(expected) == list(range(1, STEPS + 1))
 
+    command = f"""adapt {student} --teacher {ground / "original"} --data {ground / "train.txt"} --heldout {ground / "heldout.txt"}
+        --out {ground / "killed"} --sequence 64 --batch-tokens 512 --tokens {512 * STEPS} --lr 1e-3 --save-every 2 --log-every 1
+        --device cpu --hidden-weight 0.5 --stage ladder:4"""
+    words = [sys.executable, "-m", "ladder_residual", *shlex.split(command)]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     step = random.SystemRandom().randrange(3, STEPS - 1)
-    process = subprocess.Popen(command(ground, "killed"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 200
     while len(losses(ground, "killed")) < step and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.005)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    seen = len(entries(ground, "killed"))
+    seen = len(log_entries(ground, "killed"))
     assert not (ground / "killed").exists(), f"it was to die at step {step}, but had finished"
-    again = subprocess.run(command(ground, "killed"), env=environment, capture_output=True, text=True, timeout=240)
+    again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr[-2000:]
     assert "resume   " in again.stderr
-    first = entries(ground, "killed")[seen]["step"]
+    assert "heldout.txt: loss" in again.stdout
+    first = log_entries(ground, "killed")[seen]["step"]
     assert first > 1, "it began again instead of going on"
     assert losses(ground, "killed") == expected, f"killed at step {step}, resumed at {first}"
-    for name, tensor in load_model(ground / "whole").state_dict().items():
+    for name, tensor in load_model(ground / "undisturbed").state_dict().items():
         assert torch.equal(tensor, load_model(ground / "killed").state_dict()[name]), name
-
-
-def settings(ground, name, **changes):
-    return Settings(
-        **dict(
-            student=str(ground / "ladder"),
-            teacher=str(ground / "original"),
-            out=str(ground / name),
-            data=(Source(str(ground / "train.txt")),),
-        )
-        | FAST
-        | changes
-    )
 
 
 def _two_ranks(world, ground, name, changes):
@@ -131,7 +83,7 @@ def _two_ranks(world, ground, name, changes):
 
     run_module.build_trainer = look
     try:
-        adapt(settings(ground, name, **changes), world, lambda line: None)
+        run(ground, name, world, student=str(ground / "half"), **FAST | changes)
     finally:
         run_module.build_trainer = build
     return held
@@ -140,7 +92,7 @@ def _two_ranks(world, ground, name, changes):
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_two_ranks_train_as_one(ground, parallel):
     if not (ground / "one").exists():
-        adapt(settings(ground, "one", method="distill", data_weight=0.3, hidden_weight=0.5), World(), lambda line: None)
+        run(ground, "one", student=str(ground / "half"), data_weight=0.3, hidden_weight=0.5, **FAST)
     changes = dict(parallel=parallel, data_weight=0.3, hidden_weight=0.5, micro_rows=2)
     held = run_on_ranks(2, _two_ranks, ground, parallel, changes)
     for rank in held:
@@ -155,28 +107,12 @@ def test_two_ranks_train_as_one(ground, parallel):
 
 
 def _stop_after_a_checkpoint(world, ground, name, changes):
-    """A run that ends early as if killed: after its first checkpoint, before its result."""
-    from ladder_residual.adapt.trainer import AdaptTrainer
-
-    save = AdaptTrainer._save_checkpoint
-
-    def saved(self, *arguments):
-        save(self, *arguments)
-        raise InterruptedError("enough")
-
-    AdaptTrainer._save_checkpoint = saved
-    try:
-        adapt(settings(ground, name, **changes), world, lambda line: None)
-    except InterruptedError:
-        return "stopped"
-    finally:
-        AdaptTrainer._save_checkpoint = save
+    return stop_after_a_checkpoint(ground, name, world, student=str(ground / "half"), **FAST | changes)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["fsdp"])
-def test_shards_resume_exactly(ground, parallel):
-    changes = dict(parallel=parallel, micro_rows=2)
+def test_shards_resume_exactly(ground):
+    changes = dict(parallel="fsdp", micro_rows=2)
     run_on_ranks(2, _two_ranks, ground, "unbroken", changes)
     assert run_on_ranks(2, _stop_after_a_checkpoint, ground, "broken", changes) == ["stopped", "stopped"]
     assert max(losses(ground, "broken")) == 2
@@ -184,20 +120,67 @@ def test_shards_resume_exactly(ground, parallel):
     assert losses(ground, "broken") == losses(ground, "unbroken")
 
 
+def _stopped_by_one_rank(world, ground, name, changes):
+    """Only rank 1 gets the signal; both stop at the same step. Then the newest checkpoint is damaged, and the run goes on."""
+    step, said = AdaptTrainer.training_step, []
+
+    def with_signal(trainer, *arguments):
+        if trainer.state.global_step == 1 and world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(trainer, *arguments)
+
+    chosen = settings(ground, name, student=str(ground / "half"), **FAST | dict(tokens=512 * 5, save_every=1) | changes)
+    AdaptTrainer.training_step = with_signal
+    try:
+        first = adapt(chosen, world, said.append)
+    finally:
+        AdaptTrainer.training_step = step
+    newest = last_checkpoint(ground / f"{name}.training")
+    world.barrier()
+    if world.is_main:
+        data = next(newest.rglob("rng_state_1.pth"))
+        data.write_bytes(data.read_bytes()[:-1])
+    world.barrier()
+    second = adapt(chosen, world, said.append)
+    return (first.stopped, first.steps), (second.stopped, second.steps), said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_ranks_stop_at_the_same_step_and_go_on(ground, parallel):
+    changes, name = dict(parallel=parallel, micro_rows=2), f"stopped-{parallel}"
+    results = run_on_ranks(2, _stopped_by_one_rank, ground, name, changes)
+    assert [result[:2] for result in results] == [((True, 3), (False, 5))] * 2
+    said = "\n".join(results[0][2])
+    assert "stopped  by SIGTERM after step 3: " in said
+    assert re.search(r"checkpoint-3 is damaged \(rank [01]: rng_state_1.pth has ", said)
+    assert f"resume   {ground / name}.training/checkpoint-2" in said
+    run_on_ranks(2, _two_ranks, ground, f"straight-{parallel}", changes | dict(tokens=512 * 5))
+    assert losses(ground, name) == losses(ground, f"straight-{parallel}")
+
+
+def _resume_forged(world, ground, marker):
+    assert _stop_after_a_checkpoint(world, ground, "forged", dict(parallel="fsdp")) == "stopped"
+    errors = []
+    for kind in ("bytes", "pickle"):
+        if world.is_main:
+            forge_metadata(ground / "forged.training" / "checkpoint-2" / "sharded_state", kind, marker)
+        world.barrier()
+        with pytest.raises(ValueError, match="no list of a checkpoint's tensors") as caught:
+            run(ground, "forged", world, student=str(ground / "half"), parallel="fsdp", **FAST)
+        errors.append(str(caught.value))
+    return errors
+
+
+def test_forged_shards_are_not_resumed(ground, tmp_path):
+    for errors in run_on_ranks(2, _resume_forged, ground, tmp_path / "marker"):
+        assert "\n" not in "".join(errors)
+    assert not (tmp_path / "marker").exists()
+
+
 def test_fsdp_alone_is_refused(ground):
     with pytest.raises(ValueError, match="needs several ranks"):
-        adapt(settings(ground, "alone", parallel="fsdp"), World(), lambda line: None)
-
-
-@pytest.mark.parametrize("path", sorted(ROOT.glob("recipes/adapt-*.toml")), ids=lambda path: path.stem)
-def test_recipes_are_complete(path):
-    recipe = read_recipe(path)
-    assert recipe.teacher
-    assert recipe.data
-    shown = subprocess.run(
-        [sys.executable, "-m", "ladder_residual", "adapt", str(path), "--show"], capture_output=True, text=True, timeout=60
-    )
-    assert json.loads(shown.stdout)["learning_rate"] == recipe.learning_rate
+        run(ground, "alone", parallel="fsdp")
 
 
 def _recipe_on_ranks(world, path, overrides):
@@ -209,7 +192,7 @@ def _recipe_on_ranks(world, path, overrides):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["adapt-paper-llama-3.1-8b", "adapt-distill-llama-3.1-8b"])
 def test_recipes_for_eight_gpus_run_small_on_two_ranks(ground, tmp_path, name):
-    """All that such a recipe switches on (shards, compiled blocks, checkpointed activations, answers alone), with less to do."""
+    """All that such a recipe switches on (shards, compiled layers, checkpointed activations, answers alone), with less to do."""
     for model in ("original", "ladder"):
         shutil.copytree(ground / model, tmp_path / model)
         template = "{% for m in messages %}{{ m['content'] }}<|endoftext|>{% endfor %}"
@@ -219,7 +202,7 @@ def test_recipes_for_eight_gpus_run_small_on_two_ranks(ground, tmp_path, name):
         chats = [{"prompt": "Tell me a story.", "completion": story.strip()[:200]} for story in stories if len(story) > 200]
         lines = "".join(json.dumps(chat) + "\n" for chat in chats)
         (tmp_path / f"{text}.jsonl").write_text(lines, encoding="utf-8")
-    small = {"student": str(tmp_path / "ladder"), "teacher": str(tmp_path / "original"), "out": str(tmp_path / "healed")}
+    small = {"student": str(tmp_path / "ladder"), "teacher": str(tmp_path / "original"), "out": str(tmp_path / "recovered")}
     small |= {"sequence": 128, "batch_tokens": 512, "learning_rate": 1e-3, "warmup": 0.1, "precision": "fp32"}
     small |= {"data": [{"path": str(tmp_path / "train.jsonl")}], "heldout": [str(tmp_path / "heldout.jsonl")]}
     small |= {"progress": False, "save_every": 4}
@@ -230,32 +213,3 @@ def test_recipes_for_eight_gpus_run_small_on_two_ranks(ground, tmp_path, name):
     steps, before, after = first
     assert steps >= 4
     assert after < before
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("studnet = 'x'", r"unknown key 'studnet' \(did you mean 'student'\?\)"),
-        ("student = 'x'\ntokens = 'many'", "tokens must be of type int"),
-        ("student = 'x'\nmethod = 'magic'\nteacher='y'", "choose from distill, sft, lora"),
-        ("student = 'x'", "name it with teacher"),
-        ("teacher = 'x'", "student is missing"),
-        (
-            "student = 'x'\nteacher = 'y'\nsequence = 100\nbatch_tokens = 1000\n[[data]]\nweight = 2",
-            "a table with path and weight",
-        ),
-        ("student = 'x'\nteacher = 'y'\nsequence = 300\nbatch_tokens = 1000", "use 900"),
-        (
-            "student = 'x'\nteacher = 'y'\nheldout = ['./a.txt']\n[[data]]\npath = 'a.txt'",
-            r"./a.txt is both trained on \(data\) and measured on \(heldout\)",
-        ),
-        ("student = 'x'\nteacher = 'y'\ncontrol = true", "would learn from itself, and nothing: use method sft"),
-        ("student = 'x'\nteacher = 'y'\nkeep = 1", "keep=1 is one checkpoint"),
-        ("student = ", "not a readable recipe"),
-    ],
-)
-def test_mistakes_in_recipes_are_named(tmp_path, content, message):
-    path = tmp_path / "recipe.toml"
-    path.write_text(content, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
-        read_recipe(path)

@@ -1,4 +1,4 @@
-"""Healing runs on the shipped model: every method, what is written, and what goes wrong."""
+"""Recovery runs on the shipped model: every method, what is written, and what goes wrong."""
 
 import hashlib
 import json
@@ -10,71 +10,37 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from ladder_residual.adapt.checkpoints import checkpoints
 from ladder_residual.adapt.run import adapt
-from ladder_residual.adapt.settings import Settings, Source
-from ladder_residual.adapt.trainer import AdaptTrainer, Diverged, Stages, checkpoints
-from ladder_residual.convert import convert
-from ladder_residual.loading import load_model
-from ladder_residual.parallel import World
-
-FAST = dict(
-    sequence=64, batch_tokens=512, tokens=512 * 12, learning_rate=2e-3, log_every=1, progress=False, evaluate_tokens=2048
-)
-
-
-@pytest.fixture(scope="module")
-def ground(demo_dir, tmp_path_factory):
-    """The original, a converted copy, a text to learn from and one to measure on."""
-    folder = tmp_path_factory.mktemp("adapt")
-    convert(demo_dir, folder / "original", "standard", copy=True)
-    convert(folder / "original", folder / "ladder", "ladder")
-    stories = (demo_dir / "stories.txt").read_text(encoding="utf-8").replace("\n\n", "\n<|endoftext|>\n")
-    (folder / "train.txt").write_text(stories[:20000], encoding="utf-8")
-    (folder / "heldout.txt").write_text(stories[20000:], encoding="utf-8")
-    return folder
-
-
-def settings(ground, name, **changes):
-    defaults = dict(
-        student=str(ground / "ladder"),
-        teacher=str(ground / "original"),
-        out=str(ground / name),
-        data=(Source(str(ground / "train.txt")),),
-        heldout=(str(ground / "heldout.txt"),),
-    )
-    return Settings(**defaults | FAST | changes)
-
-
-def run(ground, name, **changes):
-    return adapt(settings(ground, name, **changes), World(), lambda line: None)
+from ladder_residual.adapt.settings import DataSource
+from ladder_residual.adapt.trainer import Diverged, Stages
+from ladder_residual.distributed.world import World
+from ladder_residual.models.convert import convert
+from ladder_residual.models.loading import load_model
+from tests.tiny_adapt import FAST, losses, run, settings, stop_after_a_checkpoint
 
 
 def digest(path):
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def losses(ground, name):
-    lines = (ground / f"{name}.training" / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    return {entry["step"]: entry["loss"] for entry in map(json.loads, lines)}
-
-
-def test_distillation_heals_and_writes_a_plain_checkpoint(ground):
+def test_distillation_recovers_and_writes_a_plain_checkpoint(ground):
     before = digest(ground / "original" / "model.safetensors")
-    result = run(ground, "healed")
+    result = run(ground, "recovered")
     (text,) = result.after
     assert result.after[text]["kl"] < 0.85 * result.before[text]["kl"]
     assert result.after[text]["loss"] < result.before[text]["loss"]
     assert result.tokens == FAST["tokens"]
     # The student's weights are links to the original's file: it must not have changed.
     assert digest(ground / "original" / "model.safetensors") == before
-    model = AutoModelForCausalLM.from_pretrained(ground / "healed")
+    model = AutoModelForCausalLM.from_pretrained(ground / "recovered")
     assert model.wiring.spec == "ladder"
-    ours = load_model(ground / "healed")
+    ours = load_model(ground / "recovered")
     ids = torch.tensor([[1, 40, 50, 60], [1, 7, 8, 9]])
     torch.testing.assert_close(model(ids).logits, ours(ids).logits)
-    assert (ground / "healed" / "tokenizer.json").exists()
-    assert len(losses(ground, "healed")) == 12
-    assert (ground / "healed.training" / "tensorboard").is_dir()
+    assert (ground / "recovered" / "tokenizer.json").exists()
+    assert len(losses(ground, "recovered")) == 12
+    assert (ground / "recovered.training" / "tensorboard").is_dir()
 
 
 def test_accumulated_steps_are_the_same_steps(ground):
@@ -94,11 +60,11 @@ def test_hidden_states_are_matched(ground):
 
 
 def test_sft_and_its_control(ground):
-    healed = run(ground, "sft", method="sft", teacher=None)
+    recovered = run(ground, "sft", method="sft", teacher=None)
     control = run(ground, "control", method="sft", control=True)
-    (text,) = healed.after
-    assert healed.after[text]["loss"] < healed.before[text]["loss"]
-    assert control.before[text]["loss"] < healed.before[text]["loss"]
+    (text,) = recovered.after
+    assert recovered.after[text]["loss"] < recovered.before[text]["loss"]
+    assert control.before[text]["loss"] < recovered.before[text]["loss"]
     config = json.loads((ground / "control" / "config.json").read_text(encoding="utf-8"))
     assert config["model_type"] == "llama"  # the unchanged architecture, loadable by anyone
     assert "wiring" not in config
@@ -113,16 +79,16 @@ def test_lora_merges_into_plain_weights(ground):
     assert not list((ground / "lora").glob("adapter*"))
 
 
-def test_muon_heals_too(ground):
+def test_muon_recovers_too(ground):
     result = run(ground, "muon", optimizer="muon", learning_rate=1e-2, other_rate=0.2, tokens=512 * 8)
     (text,) = result.after
     assert result.after[text]["kl"] < 0.85 * result.before[text]["kl"]
 
 
 def test_layers_are_switched_over_in_stages(ground):
-    told = []
-    result = adapt(settings(ground, "stages", stages=("ladder:3-4", "ladder:1-4"), stages_share=0.5), World(), told.append)
-    stages = [line.split()[1] for line in told if line.startswith("stage ")]
+    lines = []
+    result = adapt(settings(ground, "stages", stages=("ladder:3-4", "ladder:1-4"), stages_share=0.5), World(), lines.append)
+    stages = [line.split()[1] for line in lines if line.startswith("stage ")]
     assert stages == ["ladder:3-4", "ladder:1-4", "ladder"]
     config = json.loads((result.output / "config.json").read_text(encoding="utf-8"))
     assert config["wiring"] == "ladder"
@@ -131,7 +97,7 @@ def test_layers_are_switched_over_in_stages(ground):
     assert json.loads((short.output / "config.json").read_text(encoding="utf-8"))["wiring"] == "ladder"
     with pytest.raises(ValueError, match="no step for the last stage"):
         settings(ground, "x", stages=("ladder:3-4",), stages_share=1.0)
-    plan = Stages(("a", "b"), "c", 0.5, told.append)
+    plan = Stages(("a", "b"), "c", 0.5, lines.append)
     assert [plan.at(progress) for progress in (0, 0.2, 0.25, 0.49, 0.5, 1)] == ["a", "a", "b", "b", "c", "c"]
 
 
@@ -147,47 +113,28 @@ def test_the_seed_decides(ground, method):
     assert first[3] != other[3]
 
 
-def test_a_lora_run_resumes_exactly(ground, monkeypatch):
+def test_a_lora_run_resumes_exactly(ground):
     changes = dict(method="lora", lora_rank=4, learning_rate=1e-2, save_every=2, tokens=512 * 4)
     run(ground, "lora-unbroken", **changes)
-    save = AdaptTrainer._save_checkpoint
-
-    def saved(self, *arguments):
-        save(self, *arguments)
-        raise InterruptedError("enough")
-
-    monkeypatch.setattr(AdaptTrainer, "_save_checkpoint", saved)
-    with pytest.raises(InterruptedError):
-        run(ground, "lora-broken", **changes)
-    monkeypatch.undo()
+    assert stop_after_a_checkpoint(ground, "lora-broken", **changes) == "stopped"
     run(ground, "lora-broken", **changes)
     assert losses(ground, "lora-broken") == losses(ground, "lora-unbroken")
     assert digest(ground / "lora-broken" / "model.safetensors") == digest(ground / "lora-unbroken" / "model.safetensors")
 
 
 def test_a_run_on_a_hub_dataset_resumes_exactly_and_without_the_hub(ground, hub, monkeypatch):
-    stories = (ground / "train.txt").read_text(encoding="utf-8").split("\n<|endoftext|>\n")
+    stories = (ground / "train.txt").read_text(encoding="utf-8").split("\n\n<|endoftext|>\n")
     for name in ("stories", "others"):
         (hub / name).mkdir()
         for half in range(2):
             rows = [json.dumps({"text": story}) + "\n" for story in stories[half::2] * 20]
             (hub / name / f"train-{half}.jsonl").write_text("".join(rows), encoding="utf-8")
-    options = dict(data=(Source("owner/stories"),), heldout=("owner/others",), tokens=512 * 4, save_every=2)
+    options = dict(data=(DataSource("owner/stories"),), heldout=("owner/others",), tokens=512 * 4, save_every=2)
     whole = run(ground, "hub-whole", evaluate_tokens=1024, **options)
     assert whole.after["others"]["tokens"] == 1024
     packed = [path.stat().st_size // 4 // 64 for path in (ground / "hub-whole.training" / "rows").glob("*/ids")]
     assert sorted(packed) == [16, 32]  # of thousands: those that are measured, and those of 4 steps
-
-    save = AdaptTrainer._save_checkpoint
-
-    def killed(self, *arguments):
-        save(self, *arguments)
-        raise InterruptedError
-
-    with monkeypatch.context() as patch:
-        patch.setattr(AdaptTrainer, "_save_checkpoint", killed)
-        with pytest.raises(InterruptedError):
-            run(ground, "hub-broken", **options)
+    assert stop_after_a_checkpoint(ground, "hub-broken", **options) == "stopped"
     monkeypatch.setattr("datasets.load_dataset", lambda *arguments, **options: pytest.fail("the rows are on disk"))
     run(ground, "hub-broken", **options)
     assert losses(ground, "hub-broken") == losses(ground, "hub-whole")
@@ -211,7 +158,7 @@ import resource, signal, sys
 from ladder_residual.adapt import trainer
 from ladder_residual.adapt.run import adapt
 from ladder_residual.adapt.settings import from_mapping
-from ladder_residual.parallel import World
+from ladder_residual.distributed.world import World
 import json
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 save = trainer.AdaptTrainer._save_checkpoint
@@ -271,6 +218,17 @@ def with_tokenizer(ground, folder):
     return str(folder / "other")
 
 
+def test_weights_that_are_pickled_are_not_opened(ground, tmp_path):
+    """Of a teacher or a student, also where they are nothing but tensors."""
+    convert(ground / "original", tmp_path / "pickled", "standard", copy=True)
+    torch.save(load_model(ground / "original").state_dict(), tmp_path / "pickled" / "pytorch_model.bin")
+    (tmp_path / "pickled" / "model.safetensors").unlink()
+    for role in ("teacher", "student"):
+        with pytest.raises(ValueError, match="has only pickled weights") as caught:
+            run(ground, "pickled", **{role: str(tmp_path / "pickled")})
+        assert "\n" not in str(caught.value)
+
+
 def test_teachers_of_another_vocabulary_are_refused(ground, tmp_path):
     with pytest.raises(ValueError, match="a vocabulary of 600, student .* one of 512"):
         run(ground, "x", teacher=with_vocabulary(ground, tmp_path / "a"))
@@ -287,12 +245,12 @@ def test_malformed_and_missing_data_stop_before_any_model_is_loaded(ground, tmp_
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"text": "fi', encoding="utf-8")
     with pytest.raises(ValueError, match="bad.jsonl, line 2: not JSON"):
-        run(ground, "x", data=(Source(str(bad)),))
+        run(ground, "x", data=(DataSource(str(bad)),))
     with pytest.raises(ValueError, match="no data: give --data"):
         run(ground, "x", data=())
     (tmp_path / "short.txt").write_text("Once upon a time", encoding="utf-8")
     with pytest.raises(ValueError, match="less than one step of 8"):
-        run(ground, "x", data=(Source(str(tmp_path / "short.txt")),), tokens=None)
+        run(ground, "x", data=(DataSource(str(tmp_path / "short.txt")),), tokens=None)
 
 
 def test_results_are_never_written_over_something(ground):

@@ -8,14 +8,14 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from ladder_residual.adapt.auto import Request, texts
+from ladder_residual.adapt.auto import Phases, Request, some_sizes, texts
 from ladder_residual.adapt.probe import Probe
-from ladder_residual.adapt.rows import Encoder
 from ladder_residual.adapt.select import curves, mean_and_error, ordered, select
-from ladder_residual.cli import app
-from ladder_residual.corpus.tokens import read_tokenizer
-from ladder_residual.model import rewire
-from tiny_models import VOCAB, clone, oracle_logits, tiny_model
+from ladder_residual.cli.main import app
+from ladder_residual.data.encoder import Encoder
+from ladder_residual.data.tokenizer import read_tokenizer
+from ladder_residual.models.hf import rewire
+from tests.tiny_models import VOCAB, clone, oracle_logits, tiny_model
 
 
 def rows(count=5, length=12):
@@ -36,11 +36,11 @@ def test_costs_equal_whole_forward_passes(family):
     ids = rows()
     probe = Probe(clone(model), ids, batch=2)
     assert probe.original.kl == pytest.approx(0, abs=1e-6)
-    near = probe.trail([1, 3])
+    other = Probe(clone(model), ids, batch=2)
+    near = other.cache_states([1, 3])
     for layers in [(), (0,), (3,), (1, 2), (0, 2, 3), (0, 1, 2, 3)]:
         losses, divergences = by_hand(model, ids, layers)
-        for start in (None, near):  # from the original's states, and from those of another set
-            cost = probe.cost(layers, start)
+        for cost in (probe.cost(layers), other.cost(layers, near)):  # from the original's states, and from those of another set
             assert cost.losses == pytest.approx(losses, rel=1e-4, abs=1e-5)
             assert cost.divergences == pytest.approx(divergences, rel=1e-3, abs=1e-5)
 
@@ -204,3 +204,34 @@ def test_a_budget_that_no_layer_meets_is_refused_with_the_cheapest(demo_dir, tmp
     with pytest.raises(ValueError, match=r"the cheapest, layer \d, costs 0\."):
         CliRunner().invoke(app, [*command, "--calibration-tokens", "1024", "--device", "cpu"], catch_exceptions=False)
     assert not (tmp_path / "x").exists()
+
+
+def test_a_set_is_measured_once():
+    probe = Probe(tiny_model(), rows())
+    selection = select(probe, width=1)
+    before = probe.passes
+    curves(probe, selection, [2, 4])
+    fixed = {ordered(order, 4, k) for order in ("first-k", "every-other") for k in (2, 4)}
+    assert probe.passes - before <= len(fixed)  # our sets and the last k were measured by the search
+    before = probe.passes
+    curves(probe, selection, [2, 4])
+    assert probe.passes == before
+
+
+def test_a_cpu_draws_few_sizes_and_the_chosen_one_is_among_them():
+    assert some_sizes(range(1, 31), 13, 4) == [11, 13, 20, 30]
+    assert some_sizes(range(1, 31), 0, 4) == [11, 20, 30]
+    assert some_sizes([3, 1, 2], 2, 4) == [1, 2, 3]
+    assert some_sizes(range(1, 31), 13, None) == list(range(1, 31))
+
+
+def test_every_phase_shows_the_time_left(capsys):
+    phases = Phases(4)
+    probe = Probe(tiny_model(), rows())
+    selection = select(probe, 2, phase=phases)
+    curves(probe, selection, phase=phases)
+    shown = capsys.readouterr().err
+    for name in ("1/4 each layer alone", "2/4 sets of layers", "3/4 curves"):
+        line = next(line for line in reversed(shown.replace("\r", "\n").splitlines()) if line.startswith(name))
+        assert "100 %" in line
+        assert "left" in line

@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 
 from ladder_residual.bench.calibrate import calibrate, check_name, fitted_gap, planned_ms, read_toml
-from ladder_residual.bench.calibrate_measure import Sizes, _memory_bytes, step_shape
-from ladder_residual.parallel import World
+from ladder_residual.bench.calibrate_measure import Sizes, memory_bytes, step_shape
+from ladder_residual.distributed.world import World
+from ladder_residual.models.presets import ModelShape
+from ladder_residual.plan.api import plan
 from ladder_residual.plan.calibration import device_toml, link_toml
 from ladder_residual.plan.cost import Phase, RankCost, RankShape, engine
-from ladder_residual.plan.planner import engine_on, plan
-from ladder_residual.presets import ModelShape
-from ranks import run_on_ranks
+from ladder_residual.plan.planner import engine_on
+from tests.ranks import run_on_ranks
 
 TINY = replace(step_shape(1), hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=4, head_dim=16, vocab_size=128)
 SMALL = Sizes(matrix=256, matrices=4, rows=64)
@@ -46,7 +47,7 @@ def test_one_process_measures_no_link():
     result = calibrate(World(), shape=TINY, sizes=SMALL, dtype="bfloat16")
     assert set(tomllib.loads(result["toml"])) == {"devices"}
     assert [row["wiring"] for row in result["checks"]] == ["no-comm"]
-    assert result["device"]["memory_gb"] == pytest.approx(_memory_bytes(World()) / 1e9)
+    assert result["device"]["memory_gb"] == pytest.approx(memory_bytes(World()) / 1e9)
     wide = calibrate(World(), shape=TINY, sizes=SMALL, dtype="float32")
     assert wide["device"]["memory_gb"] == pytest.approx(result["device"]["memory_gb"] / 2)  # 4 bytes count as 2
 

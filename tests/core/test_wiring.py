@@ -6,10 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from ladder_residual.config import Wiring
-from ladder_residual.reduce import RecordingReducer
-from ladder_residual.residual import ResidualChain
-from ladder_residual.wiring import Branch, State, flush, step
+from ladder_residual.core.config import Wiring
+from ladder_residual.core.reduce import RecordingReducer
+from ladder_residual.core.wiring import Branch, State, finalize, step
 
 
 def toy_modules(count, width=6):
@@ -23,7 +22,7 @@ def run(spec, modules, x, reducer):
     for layer in range(layers):
         branches = [Branch(module) for module in modules[2 * layer : 2 * layer + 2]]
         state = step(wiring, layer, state, branches, reducer)
-    return flush(state, reducer)
+    return finalize(state, reducer)
 
 
 def by_hand(modules, x, ladder_layers):
@@ -68,7 +67,7 @@ def recorded(spec, layers=4):
     return recorder
 
 
-def test_ladder_never_waits_for_the_sum_started_just_before():
+def test_ladder_never_waits_for_the_all_reduce_started_just_before():
     recorder = recorded("ladder")
     recorder.check_each_waited_once()
     for k in range(7):  # every module but the last has a successor to hide under
@@ -77,7 +76,7 @@ def test_ladder_never_waits_for_the_sum_started_just_before():
     assert recorder.hidden() == [True] * 7 + [False]
 
 
-def test_standard_waits_for_every_sum_before_it_computes():
+def test_standard_waits_for_every_all_reduce_before_it_computes():
     recorder = recorded("standard")
     for k in range(7):
         begun, computed = recorder.events.index(("start", k)), recorder.events.index(("compute", f"h{k + 1}"))
@@ -90,85 +89,14 @@ def test_a_hybrid_hides_in_its_ladder_layers():
     assert recorded("ladder:2-3").hidden() == [False, False, False, True, True, True, True, False]
 
 
-def test_delayed_keeps_as_many_sums_in_flight_as_it_says():
+def test_delayed_keeps_as_many_all_reduces_in_flight_as_it_says():
     assert recorded("delayed-1").hidden() == [True] * 7 + [False]
     events = recorded("delayed-3").events
     assert events.index(("wait", 0)) > events.index(("compute", "h3"))
 
 
-def test_desync_sums_every_nth_module():
+def test_desync_reduces_at_every_nth_module():
     assert len([e for e in recorded("desync-2x").events if e[0] == "start"]) == 4
     assert len([e for e in recorded("desync-4x").events if e[0] == "start"]) == 2
     assert len([e for e in recorded("desync-3x").events if e[0] == "start"]) == 3  # after modules 3 and 6, and at the end
     assert not [e for e in recorded("no-comm").events if e[0] == "start"]
-
-
-def test_an_unwaited_sum_is_reported():
-    recorder = RecordingReducer()
-    pending = recorder.start(torch.ones(2))
-    with pytest.raises(AssertionError, match="waited for 0 times"):
-        recorder.check_each_waited_once()
-    pending.wait()
-    recorder.check_each_waited_once()
-    pending.wait()
-    with pytest.raises(AssertionError, match="waited for 2 times"):
-        recorder.check_each_waited_once()
-
-
-class EncoderBranch(nn.Module):
-    """One residual branch of torch's own pre-norm encoder layer."""
-
-    def __init__(self, layer, name):
-        super().__init__()
-        self.layer, self.name = layer, name
-
-    def forward(self, x):
-        if self.name == "attention":
-            return self.layer._sa_block(self.layer.norm1(x), None, None)
-        return self.layer._ff_block(self.layer.norm2(x))
-
-
-class MixerBranch(nn.Module):
-    """Token mixing or channel mixing of an MLP-mixer."""
-
-    def __init__(self, width, tokens, mix_tokens):
-        super().__init__()
-        self.norm, self.mix_tokens = nn.LayerNorm(width), mix_tokens
-        size = tokens if mix_tokens else width
-        self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
-
-    def forward(self, x):
-        x = self.norm(x)
-        return self.mlp(x.transpose(1, 2)).transpose(1, 2) if self.mix_tokens else self.mlp(x)
-
-
-def encoder_blocks():
-    layer = nn.TransformerEncoderLayer(16, 4, 32, dropout=0.0, batch_first=True, norm_first=True)
-    encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False).eval()
-    return encoder, [(EncoderBranch(block, "attention"), EncoderBranch(block, "mlp")) for block in encoder.layers]
-
-
-def mixer_blocks():
-    return [(MixerBranch(16, 7, True), MixerBranch(16, 7, False)) for _ in range(4)]
-
-
-def test_a_generic_chain_with_standard_wiring_is_torchs_encoder():
-    encoder, blocks = encoder_blocks()
-    x = torch.randn(3, 7, 16)
-    torch.testing.assert_close(ResidualChain(blocks, "standard")(x), encoder(x))
-
-
-@pytest.mark.parametrize("make", [lambda: encoder_blocks()[1], mixer_blocks], ids=["encoder", "mixer"])
-@pytest.mark.parametrize(("spec", "ladder"), [("ladder", range(4)), ("ladder:last-half", (2, 3)), ("ladder:1", (1,))])
-def test_generic_networks_follow_the_recurrence(make, spec, ladder):
-    blocks, x = make(), torch.randn(3, 7, 16)
-    flat = [branch for block in blocks for branch in block]
-    torch.testing.assert_close(ResidualChain(blocks, spec)(x), by_hand(flat, x, ladder))
-
-
-def test_generic_chain_with_single_branches_trains():
-    chain = ResidualChain(toy_modules(5), "ladder")
-    chain(torch.randn(3, 6)).sum().backward()
-    assert all(parameter.grad is not None for parameter in chain.parameters())
-    with pytest.raises(ValueError, match="same number of branches"):
-        ResidualChain([toy_modules(1), toy_modules(2)])

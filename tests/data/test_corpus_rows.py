@@ -9,11 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ladder_residual.corpus.loader import IGNORE, Rows
-from ladder_residual.corpus.permutation import SORTED_BELOW, permuted
-from ladder_residual.corpus.shards import Corpus, dtype_for
-from ladder_residual.corpus.writing import write_corpus
-from tiny_models import tiny_model
+from ladder_residual.data.corpus import Corpus, dtype_for
+from ladder_residual.data.corpus_rows import IGNORE_INDEX, CorpusRows
+from ladder_residual.data.corpus_writer import write_corpus
+from ladder_residual.data.permutation import SORTED_BELOW, permuted
+from tests.tiny_models import tiny_model
 
 END = 0
 
@@ -76,7 +76,7 @@ def test_no_token_is_lost_or_seen_twice(
     assert corpus.read(0, corpus.tokens).tolist() == stream
     assert [corpus.document(number).tolist() for number in range(corpus.documents)] == [[*d, END] for d in documents]
 
-    rows = Rows(corpus, sequence, seed, shuffle)
+    rows = CorpusRows(corpus, sequence, seed, shuffle)
     step = ranks * per_rank
     steps = -(-2 * rows.per_epoch // step)  # two epochs, and whatever the last step adds
     alone = rows.batch(0, steps * step)
@@ -88,39 +88,39 @@ def test_no_token_is_lost_or_seen_twice(
     for epoch in range(2):
         labels = alone["labels"][epoch * rows.per_epoch : (epoch + 1) * rows.per_epoch]
         inputs = alone["input_ids"][epoch * rows.per_epoch : (epoch + 1) * rows.per_epoch]
-        real = labels != IGNORE
+        real = labels != IGNORE_INDEX
         assert torch.equal(inputs[real], labels[real])
         assert sorted(inputs[real].tolist()) == sorted(stream)
         assert (inputs[~real] == END).all()
     first = min(resumed_after, steps - 1)
-    fresh = Rows(Corpus.open(directory), sequence, seed, shuffle).batch(first * step, (steps - first) * step)
+    fresh = CorpusRows(Corpus.open(directory), sequence, seed, shuffle).batch(first * step, (steps - first) * step)
     assert torch.equal(fresh["input_ids"], alone["input_ids"][first * step :])
     assert torch.equal(fresh["labels"], alone["labels"][first * step :])
 
 
 def test_epochs_are_shuffled_anew_and_unshuffled_rows_are_the_stream(corpus):
-    rows = Rows(corpus, 4, seed=1)
+    rows = CorpusRows(corpus, 4, seed=1)
     one, two = rows.batch(0, rows.per_epoch)["input_ids"], rows.batch(rows.per_epoch, rows.per_epoch)["input_ids"]
     assert not torch.equal(one, two)
-    plain = Rows(corpus, 4, shuffle=False).batch(0, rows.per_epoch)["labels"].flatten()
-    assert plain[plain != IGNORE].tolist() == corpus.read(0, corpus.tokens).tolist()
+    plain = CorpusRows(corpus, 4, shuffle=False).batch(0, rows.per_epoch)["labels"].flatten()
+    assert plain[plain != IGNORE_INDEX].tolist() == corpus.read(0, corpus.tokens).tolist()
 
 
 def test_positions_start_again_in_every_document(corpus):
-    rows = Rows(corpus, 6, seed=1, document_positions=True)
+    rows = CorpusRows(corpus, 6, seed=1, document_positions=True)
     batch = rows.batch(0, rows.per_epoch)
     for tokens, positions, labels in zip(
         *(batch[name].tolist() for name in ("input_ids", "position_ids", "labels")), strict=True
     ):
         expected = 0
         for token, position, label in zip(tokens, positions, labels, strict=True):
-            assert label == IGNORE or position == expected
+            assert label == IGNORE_INDEX or position == expected
             expected = 0 if token == END else position + 1
 
 
 def test_attention_stays_inside_documents_with_those_positions(corpus):
     """What the loader's comment promises of Hugging Face models."""
-    batch = Rows(corpus, 20, shuffle=False, document_positions=True).batch(0, 2)
+    batch = CorpusRows(corpus, 20, shuffle=False, document_positions=True).batch(0, 2)
     model = tiny_model()
     with torch.no_grad():
         packed = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
@@ -202,11 +202,11 @@ def test_an_unfinished_directory_is_refused(tmp_path):
 
 def test_wrong_arguments_are_named(corpus):
     with pytest.raises(ValueError, match="sequence=1"):
-        Rows(corpus, 1)
+        CorpusRows(corpus, 1)
     with pytest.raises(ValueError, match="seed must not be negative"):
-        Rows(corpus, 8, seed=-1)
+        CorpusRows(corpus, 8, seed=-1)
     with pytest.raises(ValueError, match="must not be negative, got -1"):
-        Rows(corpus, 8).batch(-1, 2)
+        CorpusRows(corpus, 8).batch(-1, 2)
     with pytest.raises(ValueError, match="outside the corpus"):
         corpus.read(0, corpus.tokens + 1)
     with pytest.raises(ValueError, match="outside the corpus of 7 documents"):

@@ -15,19 +15,19 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from ladder_residual.cli import app
-from ladder_residual.corpus import sources, writing
-from ladder_residual.corpus.prepare import PrepareSettings, prepare
-from ladder_residual.corpus.shards import Corpus
-from ladder_residual.corpus.sources import SourceOptions
-from ladder_residual.corpus.tokens import read_tokenizer, tokenizer_digest
+from ladder_residual.cli.main import app
+from ladder_residual.data import corpus_writer, sources
+from ladder_residual.data.corpus import Corpus
+from ladder_residual.data.prepare import PrepareSettings, prepare
+from ladder_residual.data.sources import SourceOptions
+from ladder_residual.data.tokenizer import read_tokenizer, tokenizer_digest
 
 STORIES = ["Once upon a time, there was a cat.", "The dog ran.\nIt was fast.", "A bird — über alles."]
 
 
 @pytest.fixture(scope="module")
 def tokenizer():
-    from ladder_residual.demo import demo_directory
+    from ladder_residual.bench.demo import demo_directory
 
     return read_tokenizer(demo_directory())
 
@@ -129,7 +129,7 @@ def test_parquet_and_a_dataset_of_the_hub(tmp_path, tokenizer, made):
     write_rows(lines / "test.jsonl", [{"text": "Other."}])
     assert documents(made(f"hub:{lines}")) == expected(tokenizer, *STORIES)
     assert documents(made(f"hub:{lines}", source_options={"split": "test"})) == expected(tokenizer, "Other.")
-    with pytest.raises(ValueError, match="cannot load the dataset"):
+    with pytest.raises(ValueError, match="is no file, and it cannot be read from the hub"):
         made(f"hub:{lines}", source_options={"split": "nosplit"})
 
 
@@ -154,8 +154,8 @@ def test_a_limit_stored_in_the_tokenizer_cuts_nothing(tmp_path, demo_dir):
 
 
 def test_long_documents_are_cut_at_line_ends(tmp_path, tokenizer, made, monkeypatch):
-    monkeypatch.setattr(sources, "PIECE", 40)
-    monkeypatch.setattr("ladder_residual.corpus.prepare.PIECE", 40)
+    monkeypatch.setattr(sources, "MAX_CHUNK", 40)
+    monkeypatch.setattr("ladder_residual.data.prepare.MAX_CHUNK", 40)
     lines = [f"Line number {number} of it.\n" for number in range(20)] + ["word " * 30]
     text = "".join(lines)
     (tmp_path / "long.txt").write_text(text)
@@ -179,7 +179,7 @@ def large_source(tmp_path, rows=400):
 
 
 def test_neither_workers_nor_shards_change_the_tokens(tmp_path, made, monkeypatch):
-    monkeypatch.setattr("ladder_residual.corpus.prepare._BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr("ladder_residual.data.prepare._BATCH_CHARACTERS", 2000)
     source = large_source(tmp_path)
     one = made(source, shard_tokens=3000)
     many = made(source, shard_tokens=3000, workers=3)
@@ -237,6 +237,10 @@ def test_killed_and_restarted_gives_the_same_bytes(tmp_path, demo_dir, made):
     while not (out / "progress.json").exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.005)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    before = set(out.glob("*.tokens"))
+    with pytest.raises(ValueError, match=f"killed is in use by process {process.pid} on "):
+        made(source, out=out, overwrite=True)
+    assert before <= set(out.glob("*.tokens"))
     process.send_signal(signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     assert not (out / "index.json").exists()
@@ -248,9 +252,20 @@ def test_killed_and_restarted_gives_the_same_bytes(tmp_path, demo_dir, made):
         time.sleep(0.05)
     with pytest.raises(ValueError, match="has not finished there"):
         Corpus.open(out)
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+    kept = {path.name: path.stat().st_mtime_ns for path in out.glob("*.tokens")}
+    made(source, out=out, shard_tokens=4000)
     assert files(out) == files(made(source, shard_tokens=4000).directory)
+    assert all((out / f"{shard['name']}.tokens").stat().st_mtime_ns == kept[f"{shard['name']}.tokens"] for shard in finished)
+
+
+def test_ctrl_c_says_what_is_kept(tmp_path, demo_dir, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("ladder_residual.data.prepare.prepare", interrupted)
+    result = CliRunner().invoke(app, ["data", "prepare", "a.txt", str(tmp_path / "out"), "--tokenizer", str(demo_dir)])
+    assert result.exit_code == 130
+    assert "finished shards are kept in" in result.stderr
 
 
 def _words_of(process):
@@ -280,7 +295,7 @@ def test_an_unfinished_run_of_other_settings_is_not_continued(tmp_path, made, mo
 
     def unfinished(**settings):
         with monkeypatch.context() as patch:
-            patch.setattr(writing.CorpusWriter, "finish", lambda self: (_ for _ in ()).throw(Interrupted()))
+            patch.setattr(corpus_writer.CorpusWriter, "finish", lambda self: (_ for _ in ()).throw(Interrupted()))
             with pytest.raises(Interrupted):
                 made(source, out=out, shard_tokens=2000, **settings)
 
@@ -298,13 +313,25 @@ def test_an_unfinished_run_of_other_settings_is_not_continued(tmp_path, made, mo
         made(source, out=out, shard_tokens=2000)
 
 
-def test_two_runs_cannot_write_the_same_directory(tmp_path, made):
-    source = large_source(tmp_path, 20)
-    with (
-        writing.CorpusWriter.begin(tmp_path / "out", 10, 0),
-        pytest.raises(ValueError, match="another process is writing to"),
-    ):
-        made(source, out=tmp_path / "out")
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_two_runs_cannot_write_the_same_directory(tmp_path, made, overwrite):
+    source, out = large_source(tmp_path, 20), tmp_path / "out"
+    with corpus_writer.CorpusWriter.begin(out, 10, 0, shard_tokens=1) as first:
+        first.add([1, 2])
+        before = files(out)
+        assert "00000.tokens" in before
+        with pytest.raises(ValueError, match=f"out is in use by process {os.getpid()} on "):
+            made(source, out=out, overwrite=overwrite)
+        assert files(out) == before
+        assert first.finish().tokens == 3
+
+
+def test_a_wrong_option_drops_nothing(tmp_path, made):
+    source, out = large_source(tmp_path, 20), tmp_path / "out"
+    before = files(made(source, out=out).directory)
+    with pytest.raises(ValueError, match="no such token"):
+        made(source, out=out, overwrite=True, end_of_document="no such token")
+    assert files(out) == before
 
 
 @pytest.mark.parametrize(
@@ -315,13 +342,13 @@ def test_two_runs_cannot_write_the_same_directory(tmp_path, made):
         (
             "bad.jsonl",
             b'{"text": "a"}\n{"text": 7}\n',
-            r"bad\.jsonl, line 2: the field 'text' is no text but a int of 1 characters$",
+            r"bad\.jsonl, line 2: text must be text; got a int of 1 characters$",
         ),
-        ("bad.jsonl", b'{"body": "a"}\n', r"line 1: has neither 'text', .*its fields are body; .*--text-field"),
+        ("bad.jsonl", b'{"body": "a"}\n', r"line 1: has none of text, .*its fields are body; .*--text-field"),
         ("bad.jsonl", b'{"messages": [{"role": "user", "content": "a"}]}\n', "the tokenizer has no chat template"),
         ("bad.jsonl", b'{"ids": [1, 512]}\n', r"bad\.jsonl, line 1: token 512 is outside .* vocabulary of 512"),
         ("bad.jsonl", b'{"ids": [1, -3]}\n', r"bad\.jsonl, line 1: token -3 is outside"),
-        ("bad.jsonl", b'{"ids": [1, 2.5]}\n', "line 1: ids must be whole numbers"),
+        ("bad.jsonl", b'{"ids": [1, 2.5]}\n', "line 1: ids must be a list of whole numbers"),
         ("bad.jsonl", b'{"ids": [1], "tokenizer": "other"}\n', "line 1: its ids are of another tokenizer"),
         ("bad.jsonl", b"", "no document with any text"),
         ("bad.txt", b"", "no document with any text"),

@@ -1,4 +1,4 @@
-"""A model's own samples: lockstep decoding equals the plain forward, chats follow the template, nothing is lost."""
+"""A model's own samples: batched sampling equals the plain forward, chats follow the template, nothing is lost."""
 
 import json
 import os
@@ -13,18 +13,18 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from ladder_residual.cli import app
-from ladder_residual.corpus.lockstep import ATTENTION, EMPTY, WINDOW, LockstepDecoder, Start, register_attention
-from ladder_residual.corpus.sample import Memory, Sampler, SampleSettings, load_for_sampling, to_lines
-from ladder_residual.corpus.tokens import ChatForm, end_of_document, first_token
-from ladder_residual.model import rewire
-from ladder_residual.parallel import World
-from tiny_models import FAMILY_NAMES, VOCAB, random_ids, tiny_model
+from ladder_residual.cli.main import app
+from ladder_residual.data.batched_sampling import ATTENTION, EMPTY, WINDOW, BatchedSampler, Start, register_attention
+from ladder_residual.data.sample import Memory, Sampler, SampleSettings, load_for_sampling, to_lines
+from ladder_residual.data.tokenizer import ChatForm, end_of_document, first_token
+from ladder_residual.distributed.world import World
+from ladder_residual.models.hf import rewire
+from tests.tiny_models import FAMILY_NAMES, VOCAB, random_ids, tiny_model
 
 NO_CHAT = torch.zeros(64, dtype=torch.bool)
 
 
-class Watched(LockstepDecoder):
+class Watched(BatchedSampler):
     """Keeps the logits of every step."""
 
     def _draw(self, logits):
@@ -32,13 +32,13 @@ class Watched(LockstepDecoder):
         return super()._draw(logits)
 
 
-def decoder(model, kind=LockstepDecoder, **options):
+def decoder(model, kind=BatchedSampler, **options):
     given = dict(rows=6, length=WINDOW + 9, temperature=1.0, stops=set(), vocabulary=VOCAB, smallest=1)
     return kind(model, **given | options)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-def test_lockstep_logits_are_those_of_a_plain_forward(family):
+def test_sampled_logits_are_those_of_a_plain_forward(family):
     """The slow twin: the whole sequence at once, with the family's own attention and no cache."""
     model = tiny_model(family)
     own = model.config._attn_implementation
@@ -76,7 +76,7 @@ def test_draws_follow_the_probabilities():
 
 
 class Scripted(torch.nn.Module):
-    """Says what it is told to: row r's token at position p is ``script[r][p]``; its cache is checked to follow the rows."""
+    """Says what its script says: row r's token at position p is ``script[r][p]``; its cache is checked to follow the rows."""
 
     def __init__(self, script):
         super().__init__()
@@ -102,7 +102,7 @@ def test_rows_end_and_the_batch_is_squeezed_without_mixing_them_up(smallest):
     lengths = [3, 60, 5, 20, 40, 6, 7, 25]
     script = {name: [(name * 7 + at) % 40 + 1 for at in range(length)] + [stop] for name, length in enumerate(lengths)}
     model = Scripted(script)
-    sampled = LockstepDecoder(model, rows=rows, length=50, temperature=1.0, stops={stop}, vocabulary=50, smallest=smallest)
+    sampled = BatchedSampler(model, rows=rows, length=50, temperature=1.0, stops={stop}, vocabulary=50, smallest=smallest)
     for _ in range(2):  # a decoder is used again
         out = sampled.sample(Start(torch.arange(rows)[:, None], NO_CHAT[:rows]), seed=0)
         for name, row in enumerate(out):
@@ -112,7 +112,7 @@ def test_rows_end_and_the_batch_is_squeezed_without_mixing_them_up(smallest):
 
 def test_it_stops_as_soon_as_all_rows_have_ended():
     model = Scripted({name: [49] for name in range(4)})
-    sampled = LockstepDecoder(model, rows=4, length=400, temperature=1.0, stops={49}, vocabulary=50, smallest=1)
+    sampled = BatchedSampler(model, rows=4, length=400, temperature=1.0, stops={49}, vocabulary=50, smallest=1)
     assert [row.tolist() for row in sampled.sample(Start(torch.arange(4)[:, None], NO_CHAT[:4]), 0)] == [
         [n, 49] for n in range(4)
     ]
@@ -128,7 +128,7 @@ def test_a_chat_writes_the_users_turn_then_the_forced_header_then_its_answer():
         3: [1, 2, stop],  # ends before its turn does
     }
     model = Scripted(script)
-    sampled = LockstepDecoder(model, rows=4, length=20, temperature=1.0, stops={stop}, vocabulary=50, smallest=1)
+    sampled = BatchedSampler(model, rows=4, length=20, temperature=1.0, stops={stop}, vocabulary=50, smallest=1)
     chat = torch.tensor([True, True, False, True])
     prompts = torch.tensor([[0, 40], [1, 40], [2, EMPTY], [3, 40]])
     for name in (0, 1, 3):
@@ -190,7 +190,7 @@ def test_mixed_samples_begin_as_their_kind_does(chat_tokenizer):
 
 @pytest.fixture(scope="module")
 def demo(request):
-    from ladder_residual.demo import demo_directory
+    from ladder_residual.bench.demo import demo_directory
 
     return load_for_sampling(str(demo_directory()), World())
 
@@ -235,7 +235,7 @@ def test_memory_is_predicted_and_refused(demo, monkeypatch):
     next(sampler.batches())
     layers = sampler.decoder.layers
     assert memory.cache == sum(tensor.nbytes for layer in layers for tensor in (layer.keys, layer.values))
-    monkeypatch.setattr("ladder_residual.corpus.sample.free_bytes", lambda device: memory.cache)
+    monkeypatch.setattr("ladder_residual.data.sample.free_bytes", lambda device: memory.cache)
     with pytest.raises(ValueError, match=r"needs .* GiB of cache .* are free on cpu; use --batch \d"):
         Sampler(model, tokenizer, settings)
 
@@ -298,7 +298,7 @@ def test_recorded_steps_sample_what_plain_ones_do(demo_dir):
     prompts = torch.stack([torch.full((32,), first_token(tokenizer)), torch.arange(260, 292)], 1)
     rows = []
     for graphs in (True, False):
-        sampled = LockstepDecoder(
+        sampled = BatchedSampler(
             model, rows=32, length=200, temperature=1e-4, stops={1, 2}, vocabulary=512, smallest=4, graphs=graphs
         )
         rows.append([[row.tolist() for row in sampled.sample(Start(prompts, NO_CHAT[:32]), seed)] for seed in (0, 1)])

@@ -10,19 +10,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ladder_residual.parallel import distributed
-from ladder_residual.sockets import PeerLost
-from ranks import _CONTEXT, _free_port
+from ladder_residual.distributed.sockets import PeerLost
+from ladder_residual.distributed.world import distributed
+from tests.ranks import free_port, start_ranks
 
 HOST = socket.gethostname()
 TIMEOUT = 2.0
 
 
-def _survive(connection, rank, port, scene, victim, launched):
-    """Three ranks; 0 and 1 sum with each other, 1 and 2 sum with each other, and something becomes of one of them."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": str(launched)}
-    torch.set_num_threads(1)
+def _survive(connection, rank, scene, victim, launched):
+    """Three ranks; 0 and 1 all-reduce with each other, 1 and 2 too, and something becomes of one of them."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = str(launched)
     if scene == "absent" and rank == victim:
         time.sleep(60)
     start = time.monotonic()
@@ -45,15 +43,8 @@ def _survive(connection, rank, port, scene, victim, launched):
 def messages(scene, victim=2, launched=True):
     """What the other ranks say, and after how many seconds. ``launched``: the store is a launcher's, not rank 0's."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if launched else None
-    port = store.port if store is not None else _free_port()
-    pipes, processes = [], []
-    for rank in range(3):
-        ours, theirs = _CONTEXT.Pipe()
-        words = (theirs, rank, port, scene, victim, launched)
-        processes.append(_CONTEXT.Process(target=_survive, args=words, daemon=True))
-        processes[-1].start()
-        theirs.close()
-        pipes.append(ours)
+    port = store.port if store is not None else free_port()
+    pipes, processes = start_ranks(3, _survive, scene, victim, launched, port=port)
     try:
         found = {}
         for rank in {0, 1, 2} - {victim}:

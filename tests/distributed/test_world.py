@@ -1,22 +1,26 @@
 """What ranks decide together: who works first, and whether one of them cannot go on."""
 
-import os
 import time
 from datetime import timedelta
 
 import pytest
 import torch.distributed as dist
 
-from ladder_residual.parallel import distributed
-from ranks import _CONTEXT, _free_port, run_on_ranks
+from ladder_residual.distributed.world import EmulatedRank, World, distributed
+from tests.ranks import run_on_ranks, start_ranks
 
 SHORT = 1.0
 
 
-def _rank(connection, rank, port, path, fails):
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def test_an_emulated_rank_cannot_stand_where_ranks_must_exist():
+    rank = EmulatedRank(2)
+    assert (rank.rank, rank.size, rank.reducer().size) == (0, 2, 1)
+    assert not {"group", "store", "barrier", "broadcast", "check_same"} & set(dir(rank))
+    with pytest.raises(ValueError, match="a World of 2 ranks needs their process group"):
+        World(size=2)
 
+
+def _main_first(connection, rank, path, fails):
     def work():
         if rank == 0:
             time.sleep(3 * SHORT)  # longer than any collective may take
@@ -38,13 +42,7 @@ def _rank(connection, rank, port, path, fails):
 @pytest.mark.parametrize("fails", [False, True])
 def test_ranks_wait_for_the_first_however_long_it_takes(tmp_path, fails):
     """Packing billions of tokens outlasts every time-out of a collective."""
-    port, pipes, processes = _free_port(), [], []
-    for rank in range(3):
-        ours, theirs = _CONTEXT.Pipe()
-        process = _CONTEXT.Process(target=_rank, args=(theirs, rank, port, tmp_path / "rows", fails), daemon=True)
-        process.start()
-        pipes.append(ours)
-        processes.append(process)
+    pipes, processes = start_ranks(3, _main_first, tmp_path / "rows", fails)
     said = [pipe.recv() if pipe.poll(120) else "nothing" for pipe in pipes]
     for process in processes:
         process.join(10)

@@ -1,7 +1,7 @@
-"""The slow twin: the same step in plain float32 PyTorch, every rank in one process, written to be read next to the recurrences.
+"""The same step in plain float32 PyTorch, every rank in one process, to be read next to the recurrences of ``core/wiring.py``.
 
-``streams`` holds one residual stream per rank. A sum over ranks is a Python sum. Nothing is fused, cached buffers are plain
-tensors that grow by concatenation. It runs anywhere and is what every kernel and every schedule is compared with.
+``streams`` holds one residual stream per rank. An all-reduce adds the ranks' tensors. Nothing is fused, and caches are plain tensors that
+grow by concatenation. Every kernel and every schedule is compared with it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..config import Wiring
-from .rope import rope_tables, rotate
-from .spec import EngineSpec, RankSizes
-from .weights import LayerWeights, RankWeights
+from ladder_residual.core.config import Wiring
+from ladder_residual.engine.rope import rope_tables, rotate
+from ladder_residual.engine.spec import EngineSpec, RankSizes
+from ladder_residual.engine.weights import LayerWeights, RankWeights
 
 
 class ReferenceDecoder:
-    """``ranks``: the shards present. With fewer than ``tp`` of them the sum is over those present: one shard alone is exactly
+    """``ranks``: the shards present. With fewer than ``tp`` of them an all-reduce adds those present: one shard alone is exactly
     what an emulated rank computes."""
 
     def __init__(self, spec: EngineSpec, wiring: Wiring, ranks: Sequence[RankWeights], *, tp: int, first_rank: int = 0) -> None:
@@ -34,7 +34,7 @@ class ReferenceDecoder:
         tokens = tokens.to(device)
         positions = torch.arange(self.length, self.length + tokens.shape[1], device=device)
         cos, sin = (table[positions] for table in rope_tables(self.spec, int(positions[-1]) + 1, device))
-        x0 = self._sum([_embed(w, s, tokens) for w, s in zip(self.ranks, self.sizes, strict=True)])
+        x0 = self._all_reduce([_embed(w, s, tokens) for w, s in zip(self.ranks, self.sizes, strict=True)])
         streams = self._chain(x0, cos, sin)
         self.length += tokens.shape[1]
         return torch.cat(
@@ -50,14 +50,14 @@ class ReferenceDecoder:
         for layer in range(self.spec.shape.num_layers):
             kind = wiring.kind_of(layer)
             if diverged and kind not in ("desync", "no-comm"):
-                xs[-1], diverged = self._sum([x / tp for x in xs[-1]]), False
+                xs[-1], diverged = self._all_reduce([x / tp for x in xs[-1]]), False
             if kind == "parallel":
                 x = xs[-1]
                 attn = self._partials("attention", layer, x, cos, sin)
-                mlp = self._partials("mlp", layer, x, cos, sin, first_norm=True)
-                both = self._sum([a + m for a, m in zip(attn, mlp, strict=True)])
+                mlp = self._partials("mlp", layer, x, cos, sin, uses_input_norm=True)
+                both = self._all_reduce([a + m for a, m in zip(attn, mlp, strict=True)])
                 new = [a + b for a, b in zip(x, both, strict=True)]
-                # an MLP two modules on that is a ladder would read x before this layer's single sum
+                # an MLP two modules on that is a ladder would read x before this layer's single all-reduce
                 xs += [x, new]
                 i += 2
                 continue
@@ -67,38 +67,38 @@ class ReferenceDecoder:
                 if kind == "ladder":
                     read = xs[max(i - 2, 0)]
                     partial = self._partials(module, layer, read, cos, sin)
-                    xs.append([a + b for a, b in zip(x, self._sum(partial), strict=True)])
+                    xs.append([a + b for a, b in zip(x, self._all_reduce(partial), strict=True)])
                 elif kind == "standard":
                     partial = self._partials(module, layer, x, cos, sin)
-                    xs.append([a + b for a, b in zip(x, self._sum(partial), strict=True)])
+                    xs.append([a + b for a, b in zip(x, self._all_reduce(partial), strict=True)])
                 elif kind == "desync" and i % wiring.step == 0:
                     partial = self._partials(module, layer, x, cos, sin)
-                    xs.append(self._sum([p + a / tp for p, a in zip(partial, x, strict=True)]))
+                    xs.append(self._all_reduce([p + a / tp for p, a in zip(partial, x, strict=True)]))
                     diverged = False
-                else:  # desync between sums, no-comm
+                else:  # desync between all-reduces, no-comm
                     partial = self._partials(module, layer, x, cos, sin)
                     xs.append([a + p for a, p in zip(x, partial, strict=True)])
                     diverged = diverged or kind == "desync"
         if diverged:
-            return self._sum([x / tp for x in xs[-1]])
+            return self._all_reduce([x / tp for x in xs[-1]])
         return xs[-1]
 
-    def _sum(self, partials: Sequence[Tensor]) -> list[Tensor]:
+    def _all_reduce(self, partials: Sequence[Tensor]) -> list[Tensor]:
         total = torch.stack(list(partials)).sum(0)
         return [total for _ in partials]
 
     def _partials(
-        self, module: str, layer: int, x: Sequence[Tensor], cos: Tensor, sin: Tensor, *, first_norm: bool = False
+        self, module: str, layer: int, x: Sequence[Tensor], cos: Tensor, sin: Tensor, *, uses_input_norm: bool = False
     ) -> list[Tensor]:
         made = []
         for rank, (weights, sizes) in enumerate(zip(self.ranks, self.sizes, strict=True)):
             w = weights.layers[layer]
             if module == "attention":
-                y = _rms(x[rank], w.first_norm, self.spec.norm_eps)
+                y = _rms(x[rank], w.input_norm, self.spec.norm_eps)
                 out, cache = _attention(self.spec, sizes, w, y, cos, sin, self.caches[rank][layer])
                 self.caches[rank][layer] = cache
             else:
-                y = _rms(x[rank], w.first_norm if first_norm else w.second_norm, self.spec.norm_eps)
+                y = _rms(x[rank], w.input_norm if uses_input_norm else w.post_attention_norm, self.spec.norm_eps)
                 gate, up = (y @ w.gate_up.T).chunk(2, dim=-1)
                 out = (torch.nn.functional.silu(gate) * up) @ w.down.T
             made.append(out)

@@ -11,19 +11,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from eval_files import arc, mmlu, piqa, write_lines, write_tasks
-from ladder_residual.cli import app
+from ladder_residual.cli.main import app
+from ladder_residual.distributed.world import World
 from ladder_residual.evaluate import harness, results
 from ladder_residual.evaluate.markdown import render
+from ladder_residual.evaluate.plan import Plan
 from ladder_residual.evaluate.requests import Requests, Scores
-from ladder_residual.evaluate.run import Plan, Session, with_comparison
+from ladder_residual.evaluate.run import Session, with_comparison
 from ladder_residual.evaluate.score import score, score_all
 from ladder_residual.evaluate.table import side_by_side
 from ladder_residual.evaluate.tasks import wanted_tasks
-from ladder_residual.generate import load_tokenizer
-from ladder_residual.loading import load_model
-from ladder_residual.parallel import World
-from ranks import run_on_ranks
+from ladder_residual.generation.tokenizer import load_tokenizer
+from ladder_residual.models.loading import load_model
+from tests.eval_files import arc, mmlu, piqa, write_lines, write_tasks
+from tests.ranks import run_on_ranks
 
 TASKS = "arc_easy:3,piqa:0,hellaswag:2,winogrande:0,sciq:0,openbookqa:0,truthfulqa_mc1:0,wikitext:0,mmlu:5"
 
@@ -158,7 +159,7 @@ def test_against_itself_and_against_another(standard, converted):
     assert pair["paired_stderr"] == pytest.approx(math.sqrt(variance / len(differences)))
     assert pair["unpaired_stderr"] == pytest.approx(math.hypot(pair["stderr"], pair["against_stderr"]))
     assert pair["within_one_stderr"] == (abs(pair["difference"]) <= pair["against_stderr"])
-    assert converted["perplexity"]["nats_per_token"] > standard["perplexity"]["nats_per_token"] + 0.1  # nothing healed it
+    assert converted["perplexity"]["nats_per_token"] > standard["perplexity"]["nats_per_token"] + 0.1  # untrained
 
 
 def test_only_equal_rows_are_paired(standard):
@@ -169,7 +170,7 @@ def test_only_equal_rows_are_paired(standard):
     pair = next(pair for pair in found["comparison"] if (pair["task"], pair["metric"]) == ("piqa", "acc"))
     assert pair["paired_stderr"] is None
     assert pair["changed"] is None
-    assert "different rows" in pair["note"]
+    assert "different rows" in pair["caveat"]
     assert found["perplexity_comparison"]["paired_stderr"] is None
 
 
@@ -180,7 +181,7 @@ def test_rows_that_changed_are_counted_where_gains_and_losses_cancel():
     theirs, ours = ({"rows": [one], "items": {"piqa": {"acc": {"rows": "same", "values": v}}}} for v in (before, after))
     (pair,) = results.compare(ours, theirs)
     assert (pair["difference"], pair["changed"]) == (0.0, 0.5)
-    made = {"model": "m", "wiring": "ladder", "date": "", "dtype": "", "tp": 1, "machine": "", "torch": "", "notes": {}}
+    made = {"model": "m", "wiring": "ladder", "date": "", "dtype": "", "tp": 1, "machine": "", "torch": "", "caveats": {}}
     page = render(ours | made | {"against": {"model": "n"}, "comparison": [pair]})
     header, _, row = (line.split(" | ") for line in page.splitlines() if line.startswith("|"))
     assert row[header.index("rows changed, %")] == "50.0"
@@ -312,10 +313,10 @@ def test_scores_of_several_models_in_one_file(folder, demo_dir, tmp_path):
     [
         ([], "nothing to do"),
         (["--tasks", "arc_challenge"], "no file for task arc_challenge"),
-        (["--tasks", "piqqa"], "did you mean piqa"),
+        (["--tasks", "piqqa"], "did you mean 'piqa'"),
         (["--tasks", "piqa", "--shots", "x"], "got 'x'"),
         (["--tasks", "piqa", "--limit", "0"], "--limit must be at least 1, got 0"),
-        (["--tasks", "piqa", "--tp", "0"], "--tp must be at least 1"),
+        (["--tasks", "piqa", "--tp", "0"], "tp must be at least 1"),
         (["--tasks", "piqa", "--out", "r.txt"], "ends in .json"),
         (["--tasks", "piqa", "--requests-out", "a", "--scores-in", "b"], "drop --scores-in"),
         (["--tasks", "piqa", "--requests-out", "a", "--tp", "2"], "drop --tp"),
@@ -325,7 +326,7 @@ def test_scores_of_several_models_in_one_file(folder, demo_dir, tmp_path):
         (["--tasks", "humaneval"], "allow that with --allow-code"),
         (["--perplexity", "none.txt"], "cannot read none.txt"),
         (["--perplexity", "EMPTY"], "holds no text"),
-        (["--perplexity", "TEXT", "--context", "4096"], "the model's context is 512"),
+        (["--perplexity", "TEXT", "--context", "1"], "at least 2 tokens, got a context of 1"),
         (["--perplexity", "TEXT", "--stride", "0"], "stride must be between 1 and"),
     ],
 )  # fmt: skip
@@ -339,6 +340,12 @@ def test_what_cannot_be_done_is_said(arguments, message, folder, demo_dir, text,
     done = ladder(demo_dir, *arguments, "--local", folder)
     assert isinstance(done.exception, ValueError), done.exception
     assert message in str(done.exception)
+
+
+def test_windows_are_no_longer_than_the_models_context(demo_dir, text):
+    with pytest.warns(UserWarning, match="the model's context is 512 tokens: windows hold 512, not 4096"):
+        found = Session(Plan(perplexity=text, context=4096, stride=4096), World()).evaluate(str(demo_dir), None)["perplexity"]
+    assert (found["context"], found["stride"]) == (512, 512)
 
 
 def test_a_damaged_row_is_named(folder, demo_dir, tmp_path):
@@ -403,7 +410,7 @@ def test_tasks_of_the_hub(demo_dir, monkeypatch):
     assert found["mmlu", "acc"][2:] == (57, 0)
     assert found["piqa", "acc_norm"][2:] == (1, 2)
     assert {task for task, _ in found} == {"piqa", "mmlu", "arc_easy"}
-    assert json.loads(done.stdout)["notes"] == {}
+    assert json.loads(done.stdout)["caveats"] == {}
 
 
 def test_without_files_the_hub_is_asked(demo_dir):
@@ -416,8 +423,8 @@ def test_without_files_the_hub_is_asked(demo_dir):
 def test_contexts_that_do_not_fit_are_cut_and_counted(tasks, demo_dir):
     plan = Plan(wanted_tasks(TASKS), max_length=60, limit=2)
     result = Session(plan, World()).evaluate(str(demo_dir), tasks)
-    (note,) = result["notes"]["all tasks"]
-    assert "longer than 60 tokens" in note
+    (caveat,) = result["caveats"]["all tasks"]
+    assert "longer than 60 tokens" in caveat
     with pytest.raises(ValueError, match="an answer has"):
         Session(Plan(wanted_tasks(TASKS), max_length=3), World()).evaluate(str(demo_dir), tasks)
 
@@ -425,7 +432,7 @@ def test_contexts_that_do_not_fit_are_cut_and_counted(tasks, demo_dir):
 @pytest.mark.slow
 def test_an_unknown_task_of_the_hub(demo_dir):
     done = ladder(demo_dir, "--tasks", "arc_eazy")
-    assert "unknown task 'arc_eazy'; did you mean arc_easy" in str(done.exception)
+    assert "unknown task 'arc_eazy' (did you mean 'arc_easy'" in str(done.exception)
     done = ladder(demo_dir, "--tasks", "blimp_adjunct_ilands")
     assert "blimp_adjunct_island" in str(done.exception)
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from eval_files import arc, gsm8k, hellaswag, mmlu, piqa, sciq, truthfulqa, winogrande, write_lines, write_tasks
 from ladder_residual.evaluate.local import MissingFile, local_task, read_rows
 from ladder_residual.evaluate.rows import pages_of
 from ladder_residual.evaluate.tasks import SETS, TASKS, unknown_task, wanted_tasks
+from tests.eval_files import arc, gsm8k, hellaswag, mmlu, piqa, sciq, truthfulqa, winogrande, write_lines, write_tasks
 
 
 @pytest.fixture(scope="module")
@@ -82,8 +82,8 @@ def test_shots_for_all_or_for_one():
 
 
 def test_an_unknown_task_gets_a_near_one():
-    assert "did you mean arc_easy" in str(unknown_task("arc_eazy", []))
-    assert "did you mean blimp_islands" in str(unknown_task("blimp_ilands", ["blimp_islands", "cmmlu"]))
+    assert "did you mean 'arc_easy'" in str(unknown_task("arc_eazy", []))
+    assert "did you mean 'blimp_islands'" in str(unknown_task("blimp_ilands", ["blimp_islands", "cmmlu"]))
     assert "paper-adapt" in str(unknown_task("zzzzzz", []))
 
 
@@ -91,13 +91,13 @@ def test_files_are_found_and_differences_noted(folder):
     found = {name: local_task(TASKS[name], [folder], shots) for name, shots in [("arc_easy", 3), ("hellaswag", 2), ("sciq", 0)]}
     assert len(found["arc_easy"].rows) == 6
     assert len(found["arc_easy"].examples) == 8
-    assert found["arc_easy"].notes == [
+    assert found["arc_easy"].caveats == [
         "6 of the 2376 rows of the test split",
         "examples from validation rows; the harness takes them from train",
     ]
     assert found["hellaswag"].examples == []  # its own rows, the harness leaves the one in question out
-    assert "never the row itself" in found["hellaswag"].notes[1]
-    assert found["sciq"].notes == ["validation rows (sciq_val.jsonl) instead of the harness's test split"]
+    assert "never the row itself" in found["hellaswag"].caveats[1]
+    assert found["sciq"].caveats == ["validation rows (sciq_val.jsonl) instead of the harness's test split"]
     assert len(local_task(TASKS["wikitext"], [folder], 0).rows) == 2
 
 
@@ -116,7 +116,7 @@ def test_missing_and_ambiguous_files(folder, tmp_path):
     with pytest.raises(ValueError, match="is not a folder"):
         local_task(TASKS["piqa"], [folder / "none"], 0)
     (wanted,) = wanted_tasks("arc_eazy")
-    with pytest.raises(ValueError, match="did you mean arc_easy"):
+    with pytest.raises(ValueError, match="did you mean 'arc_easy'"):
         local_task(wanted.task, [folder], 0)
     write_lines(tmp_path / "piqa_val.jsonl", [piqa(1)])
     write_lines(tmp_path / "piqa_val100.jsonl", [piqa(1)])

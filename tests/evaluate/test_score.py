@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from ladder_residual.evaluate.requests import Request, Requests, Score, Scores, load_scores
 from ladder_residual.evaluate.score import main, perplexity, perplexity_of, score, score_all, windows_of
-from ladder_residual.loading import load_model
-from ranks import run_on_ranks
+from ladder_residual.models.loading import load_model
+from tests.ranks import run_on_ranks
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,27 @@
-"""The engine under `generate`, with its slow reference in the place of the CUDA kernels: same text as the model itself."""
+"""The engine under `generate`, with the reference in the place of the CUDA kernels: same text as the model itself."""
 
-import warnings
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from ladder_residual import rewire
-from ladder_residual.config import Wiring
-from ladder_residual.engine import reducers
-from ladder_residual.engine.backend import EngineModel, right_padded
-from ladder_residual.engine.decoder import DecodeEngine, check_weights, prefill_bytes
-from ladder_residual.engine.reference import ReferenceDecoder
+from ladder_residual.core.config import Wiring
+from ladder_residual.distributed.world import EmulatedRank, World
+from ladder_residual.engine.checks import check_weights
 from ladder_residual.engine.spec import EngineSpec, RankSizes
-from ladder_residual.engine.weights import check_shapes, stack_weights
-from ladder_residual.generate import Sampling, complete, fits, load_tokenizer, with_engine
-from ladder_residual.loading import load_model
-from ladder_residual.memory import require
-from ladder_residual.model import wiring_of
-from ladder_residual.parallel import World
-from ladder_residual.presets import ModelShape
-from ranks import run_on_ranks
-from tiny_models import clone, random_ids, tiny_model
+from ladder_residual.engine.weights import stack_weights
+from ladder_residual.generation.completion import complete, fits
+from ladder_residual.generation.engine_adapter import EngineModel, right_padded
+from ladder_residual.generation.engine_choice import with_engine
+from ladder_residual.generation.sampling import Sampling
+from ladder_residual.generation.tokenizer import load_tokenizer
+from ladder_residual.models.hf import wiring_of
+from ladder_residual.models.loading import load_model
+from tests.engine.reference import ReferenceDecoder
+from tests.tiny_models import clone, random_ids, tiny_model
 
 
 class ReferenceEngine:
@@ -117,63 +115,11 @@ def test_what_the_engine_cannot_take_falls_back_or_is_refused(demo_dir):
         assert with_engine(model, World(device=torch.device("cuda")), "auto", **options | {"beams": 2}) is model
 
 
-def _made(world, dtype):
-    """What a rank ends up with, and what it said."""
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        place = {"tp": 2, "link": None, "dtype": dtype, "device": world.device}
-        made = reducers.make_reducer("symm", groups=(world.group, world.group), **place)
-    return made.name, [str(warning.message) for warning in said]
-
-
-def _made_with_pretended_memory(world, dtype, broken):
-    def hold(_, rows, hidden, dtype, device):
-        if world.rank == broken:
-            raise RuntimeError("too few handles\nand more")
-        return torch.empty(rows, hidden, dtype=dtype)
-
-    reducers.SymmetricReducer.hold = hold
-    reducers.SymmetricReducer.meet = reducers.SymmetricReducer.reduce = lambda *_: None
-    torch.cuda.synchronize = lambda *_: None
-    return _made(world, dtype)
-
-
-@pytest.mark.parametrize(
-    ("dtype", "broken", "name", "reasons"),
-    [
-        (torch.bfloat16, None, "symm", ["", ""]),
-        (torch.bfloat16, 1, "nccl", ["another rank has none", "too few handles"]),
-        (torch.float16, None, "nccl", ["not torch.float16", "not torch.float16"]),
-    ],
-)
-def test_symmetric_memory_is_used_by_all_ranks_or_none(dtype, broken, name, reasons):
-    for (made, said), reason in zip(run_on_ranks(2, _made_with_pretended_memory, dtype, broken), reasons, strict=True):
-        assert made == name
-        assert [reason in text for text in said] == ([True] if reason else [])
-
-
-def _agreed(world, refusing):
-    engine = object.__new__(DecodeEngine)  # of an engine only its group: the rest needs a GPU
-    engine.sizes, engine.device, engine._groups = SimpleNamespace(tp=2), world.device, (world.group, world.group)
-    return engine._all_ranks(world.rank != refusing)
-
-
-@pytest.mark.parametrize(("refusing", "agreed"), [(None, True), (0, False), (1, False)])
-def test_ranks_read_before_they_wait_all_or_none(refusing, agreed):
-    assert run_on_ranks(2, _agreed, refusing) == [agreed, agreed]
-
-
-def test_without_symmetric_memory_nccl_sums():
-    """The real attempt, on a machine that has none."""
-    for made, said in run_on_ranks(2, _made, torch.bfloat16):
-        assert made == "nccl"
-        assert len(said) == 1
-        assert "no symmetric memory here" in said[0]
-    with pytest.raises(ValueError, match="'symm' needs groups"):
-        reducers.make_reducer("symm", tp=2, link=None, groups=None, dtype=torch.bfloat16, device=torch.device("cpu"))
-
-
 GPU = torch.device("cuda")
+
+
+def pretended_gpu(check, dtype, device, **how):
+    check(dtype, GPU, **how)
 
 
 @pytest.mark.parametrize(
@@ -188,70 +134,28 @@ GPU = torch.device("cuda")
     ],
 )
 def test_a_refused_model_still_holds_its_weights(change, reason, monkeypatch):
-    """Falling back to a model that was emptied already would be no way back. The GPU is pretended; nothing gets as far as it."""
+    """A model that was emptied already would be no fallback. The GPU is pretended; nothing gets as far as it."""
     config = LlamaConfig(
         vocab_size=96, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         head_dim=64,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(change.get("dtype", torch.bfloat16))
     if "wiring" in change:
-        monkeypatch.setattr("ladder_residual.engine.backend.wiring_of", lambda config: Wiring.parse(change["wiring"], 2))
+        monkeypatch.setattr(
+            "ladder_residual.generation.engine_adapter.wiring_of", lambda config: Wiring.parse(change["wiring"], 2)
+        )
     if "shape" in change:
         model.model.layers[1].mlp.up_proj.weight.data = model.model.layers[1].mlp.up_proj.weight.data[:7]
-    monkeypatch.setattr("ladder_residual.engine.decoder.check_weights", partial(pretended_gpu, check_weights))
-    monkeypatch.setattr("ladder_residual.memory.free_bytes", lambda device: change.get("free", 10**12))
-    world = World(size=change.get("size", 1), device=GPU, emulated=True)
+    monkeypatch.setattr("ladder_residual.engine.checks.check_weights", partial(pretended_gpu, check_weights))
+    monkeypatch.setattr("ladder_residual.common.memory.free_bytes", lambda device: change.get("free", 10**12))
+    rank = EmulatedRank(change.get("size", 1), device=GPU)
     before = model.lm_head.weight.clone()
     with pytest.warns(UserWarning, match=f"using the slow path: .*{reason}"):
-        kept = with_engine(model, world, "auto", batch=change.get("batch", 2), context=64, beams=1, schedule="auto")
+        kept = with_engine(model, rank, "auto", batch=change.get("batch", 2), context=64, beams=1, schedule="auto")
     assert kept is model
     torch.testing.assert_close(model.lm_head.weight, before)  # not on the meta device
     with pytest.raises(ValueError, match=reason):
-        with_engine(model, world, "cuda", batch=change.get("batch", 2), context=64, beams=1, schedule="auto")
-
-
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("kind", [LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM])
-def test_what_the_engine_takes_is_not_refused(kind, tied):
-    """The names and shapes a loaded rank really has."""
-    model = kind(
-        kind.config_class(
-            vocab_size=96, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, head_dim=64, tie_word_embeddings=tied,
-        )
-    )  # fmt: skip
-    spec = EngineSpec.from_hf(model.config.to_dict())
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    check_shapes(spec, RankSizes.of(spec.shape, 1, 0), shapes)
-    with pytest.raises(ValueError, match="lacks model.norm.weight"):
-        check_shapes(
-            spec, RankSizes.of(spec.shape, 1, 0), {name: shape for name, shape in shapes.items() if name != "model.norm.weight"}
-        )
-
-
-def pretended_gpu(check, dtype, device, **how):
-    check(dtype, GPU, **how)
-
-
-def test_float32_runs_where_it_is_asked_for():
-    """The kernels are made for weights of two bytes; float32 is there to compare."""
-    with pytest.raises(ValueError, match="not torch.float32: use --dtype bfloat16, or --engine cuda to compare"):
-        check_weights(torch.float32, GPU)
-    check_weights(torch.float32, GPU, exact=True)
-    with pytest.raises(ValueError, match="not torch.float64: use --dtype bfloat16$"):
-        check_weights(torch.float64, GPU, exact=True)
-
-
-def test_a_prompt_that_does_not_fit_the_card_is_told_in_numbers(monkeypatch):
-    shape = ModelShape.from_name("llama-3-70b")
-    sizes = RankSizes.of(shape, 8, 0)
-    need = prefill_bytes(sizes, 4 * 32768, 2, sums_apart=True)
-    assert prefill_bytes(sizes, 4 * 32768, 2, sums_apart=False) < need
-    assert 30e9 < need < 120e9  # messages 8192 wide and an MLP of 3584, for 131,072 rows
-    monkeypatch.setattr("ladder_residual.memory.free_bytes", lambda device: int(need) - 1)
-    with pytest.raises(ValueError, match=rf"^reading needs {need / 1e9:.1f} GB, {need / 1e9:.1f} GB are free: fewer$"):
-        require(need, GPU, "reading", "fewer")
-    require(need - 2, GPU, "reading", "fewer")
+        with_engine(model, rank, "cuda", batch=change.get("batch", 2), context=64, beams=1, schedule="auto")
 
 
 def test_a_chat_leaves_room_in_the_engines_cache(demo_dir):

@@ -1,4 +1,7 @@
-"""Healing on a real GPU: the step as a CUDA graph against the plain step. ``python tests/gpu/test_adapt_gpu.py`` runs it without pytest."""
+"""Recovery training on a real GPU: the step as a CUDA graph against the plain step.
+
+``PYTHONPATH=src:. python tests/gpu/test_adapt_gpu.py`` runs it from a clone without pytest.
+"""
 
 from __future__ import annotations
 
@@ -16,20 +19,20 @@ except ImportError:  # a bare machine: main() below calls the tests
     pass
 
 from ladder_residual.adapt.run import adapt
-from ladder_residual.adapt.settings import Settings, Source
-from ladder_residual.convert import convert
-from ladder_residual.demo import demo_directory
-from ladder_residual.parallel import distributed
+from ladder_residual.adapt.settings import AdaptSettings, DataSource
+from ladder_residual.bench.demo import demo_directory
+from ladder_residual.distributed.world import distributed
+from ladder_residual.models.convert import convert
 
 FAST = dict(sequence=128, batch_tokens=2048, tokens=2048 * 12, learning_rate=1e-3, log_every=1, progress=False)
 
 
 def losses(folder: Path, name: str, **changes) -> list[float]:
-    settings = Settings(
+    settings = AdaptSettings(
         student=str(folder / "ladder"),
         teacher=str(demo_directory()),
         out=str(folder / name),
-        data=(Source(str(folder / "train.txt")),),
+        data=(DataSource(str(folder / "train.txt")),),
         **FAST | changes,
     )
     with distributed("cuda") as world:
@@ -57,7 +60,7 @@ def test_a_recorded_step_trains_like_a_plain_one():
             graphed = losses(folder, f"graphed-{number}", graphs=True, **changes)
             assert len(graphed) == 12
             difference = max(abs(a - b) for a, b in zip(plain, graphed, strict=True))
-            assert difference < 0.02, (changes, plain, graphed)  # bf16, and sums in another order
+            assert difference < 0.02, (changes, plain, graphed)  # bf16, added in another order
 
 
 def main() -> None:

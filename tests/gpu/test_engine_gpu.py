@@ -1,5 +1,8 @@
-"""The engine on a real GPU against the slow twin in float32. ``python tests/gpu/test_engine_gpu.py`` runs it without pytest, with the
-word ``small`` behind it only what is quick under compute-sanitizer, with ``0 3`` every third test from the first on."""
+"""The engine on a real GPU against the reference in float32.
+
+``PYTHONPATH=src:. python tests/gpu/test_engine_gpu.py`` runs it from a clone without pytest; with the argument ``small`` only what is quick
+under compute-sanitizer, with ``0 3`` every third test from the first on. ``make test-gpu`` runs all files of this folder.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +17,15 @@ from unittest.mock import patch
 
 import torch
 
-from ladder_residual.bench.environment import environment
-from ladder_residual.config import Wiring
-from ladder_residual.engine import (
-    DecodeEngine,
-    EngineSpec,
-    RankSizes,
-    ReferenceDecoder,
-    parse_link,
-    random_weights,
-    row_ops,
-    stack_weights,
-)
-from ladder_residual.engine.gemv_ops import GemvTiles
+from ladder_residual.common.environment import environment
+from ladder_residual.core.config import Wiring
+from ladder_residual.engine import DecodeEngine, EngineSpec, RankSizes, random_weights, stack_weights
+from ladder_residual.engine.ops import tiles
+from ladder_residual.engine.ops.tiles import GemvTiles, SmallBatchTiles
 from ladder_residual.engine.schedule import SCHEDULES
-from ladder_residual.presets import ModelShape
+from ladder_residual.links import parse_link
+from ladder_residual.models.presets import ModelShape
+from tests.engine.reference import ReferenceDecoder
 
 try:
     import pytest
@@ -56,7 +53,7 @@ SHAPE = ModelShape(
     vocab_size=4096,
 )
 WIRINGS = ["standard", "ladder", "ladder:2-3", "ladder:1,3", "parallel", "desync-2x", "desync-3x", "no-comm"]
-SETS = 9  # of tiles for one token, at most (tests/test_engine_schedule.py)
+CANDIDATES = 9  # sets of tiles for one token, at most (tests/engine/ops/test_tiles.py)
 TOLERANCE = 2e-2  # relative error of bfloat16 logits against float32
 
 
@@ -66,7 +63,7 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 def worst_error(
     shape, wiring, *, batch=1, context=96, schedule="auto", link="none", tp=2, rank=0, dtype=torch.bfloat16, steps=4,
-    products="cublas", **details,
+    gemm_backend="cublas", **details,
 ) -> float:  # fmt: skip
     """Of a prompt's logits and of some steps after it; ``context`` may be several, all read by one engine."""
     contexts = [context] if isinstance(context, int) else context
@@ -75,7 +72,7 @@ def worst_error(
     weights = stack_weights(spec, sizes, random_weights(spec, tp, rank, dtype, "cuda"))
     engine = DecodeEngine(
         spec, wired, weights, tp=tp, rank=rank, reducer="emulated" if tp > 1 else "none", link=parse_link(link), batch=batch,
-        max_context=max(contexts) + steps + 1, schedule=schedule, products=products,
+        max_context=max(contexts) + steps + 1, schedule=schedule, gemm_backend=gemm_backend,
     )  # fmt: skip
     errors = []
     for length in contexts:
@@ -106,13 +103,13 @@ def test_every_schedule(schedule: str, wiring: str, batch: int) -> None:
 
 @parametrize("schedule", SCHEDULES)
 @parametrize("batch", [1, 3])
-def test_sums_that_are_ordinary_kernels(schedule: str, batch: int) -> None:
-    assert worst_error(SHAPE, "ladder", batch=batch, schedule=schedule, link="20us+launch") <= TOLERANCE
+def test_all_reduces_without_pdl(schedule: str, batch: int) -> None:
+    assert worst_error(SHAPE, "ladder", batch=batch, schedule=schedule, link="20us,no-pdl") <= TOLERANCE
 
 
 @parametrize("batch", [1, 3])
-def test_parallel_layers_woven(batch: int) -> None:
-    assert worst_error(SHAPE, "parallel", batch=batch, schedule="woven", link="20us") <= TOLERANCE
+def test_parallel_layers_interleaved(batch: int) -> None:
+    assert worst_error(SHAPE, "parallel", batch=batch, schedule="interleaved", link="20us") <= TOLERANCE
 
 
 @parametrize("context", [1, 2, 63, 64, 65, 1000, 4096])
@@ -127,57 +124,57 @@ CONTEXTS = [1, 2, 63, 64, 65, 500, 1000, 2048, 4096]
 @parametrize("wiring", WIRINGS)
 @parametrize("batch", [1, 3, 16])
 def test_every_wiring_at_every_context(wiring: str, batch: int) -> None:
-    """Two KV heads on the rank and few layers, because the slow twin keeps all scores of sixteen prompts of 4096."""
+    """Two KV heads on the rank and few layers, because the reference keeps all scores of sixteen prompts of 4096."""
     few = replace(SHAPE, num_heads=8, num_kv_heads=4)
     assert worst_error(few, wiring, context=CONTEXTS, batch=batch, steps=2) <= TOLERANCE
 
 
 @parametrize("wiring", WIRINGS)
 @parametrize("batch", [2, 3, 7, 16])
-def test_products_of_our_own(wiring: str, batch: int) -> None:
-    assert worst_error(SHAPE, wiring, batch=batch, link="5us", products="triton") <= TOLERANCE
+def test_triton_gemm(wiring: str, batch: int) -> None:
+    assert worst_error(SHAPE, wiring, batch=batch, link="5us", gemm_backend="triton") <= TOLERANCE
 
 
 @parametrize("family", ["llama", "qwen2", "qwen3"])
 @parametrize("rows", [16, 32, 64])
-def test_every_tile_of_our_own_products(family: str, rows: int) -> None:
+def test_every_tile_of_the_triton_gemm(family: str, rows: int) -> None:
     """The one asked for, whatever would be fastest, and however small this model is."""
-    only = patch.object(row_ops.RowTiles, "candidates", lambda sizes: [row_ops.RowTiles(rows, 2)])
-    with only, patch.object(row_ops, "FILLED", 1):
-        assert worst_error(replace(SHAPE, family=family), "ladder", batch=5, products="triton") <= TOLERANCE
+    only = patch.object(SmallBatchTiles, "candidates", lambda sizes: [SmallBatchTiles(rows, 2)])
+    with only, patch.object(tiles, "MIN_PROGRAMS", 1):
+        assert worst_error(replace(SHAPE, family=family), "ladder", batch=5, gemm_backend="triton") <= TOLERANCE
 
 
 @parametrize("family", ["llama", "qwen3"])
-@parametrize("hidden", [576, 2048])  # no power of two; QKV in slices, and one set more
-@parametrize("index", range(SETS))
-def test_every_set_of_tiles_for_one_token(family: str, hidden: int, index: int) -> None:
-    """Those that are timed at start-up, one by one; in two lanes or woven, where each kernel runs beside others."""
+@parametrize("hidden", [576, 2048])  # no power of two; QKV with split-K, and one candidate more
+@parametrize("index", range(CANDIDATES))
+def test_every_candidate_for_one_token(family: str, hidden: int, index: int) -> None:
+    """Those that are timed at start-up, one by one; two_stream or interleaved, where each kernel runs beside others."""
     shape = replace(SHAPE, family=family, hidden_size=hidden)
-    sets = GemvTiles.candidates(RankSizes.of(shape, 2, 0), 101)
-    made = sets[index % len(sets)]
-    schedule = "woven" if "woven" in made.schedules else "two"
+    candidates = GemvTiles.candidates(RankSizes.of(shape, 2, 0), 101)
+    made = candidates[index % len(candidates)]
+    schedule = "interleaved" if "interleaved" in made.schedules else "two_stream"
     with patch.object(GemvTiles, "candidates", lambda *_: [made]):
         assert worst_error(shape, "ladder", schedule=schedule, link="5us") <= TOLERANCE
 
 
 @parametrize("tp", [2, 8])
 def test_tiles_in_shared_memory_are_filled_again(tp: int) -> None:
-    """Each walker has more blocks than tiles; with 8 ranks it is one of Llama-3-70B."""
+    """Each persistent program has more blocks than tiles; with 8 ranks it is one of Llama-3-70B."""
     candidates = GemvTiles.candidates
     sizes = {"hidden_size": 8192, "intermediate_size": 28672} if tp == 8 else {"hidden_size": 2048, "intermediate_size": 32768}
     shape = replace(SHAPE, **sizes, num_heads=64, num_kv_heads=8, num_layers=2)
 
-    def waiting(*arguments: object) -> list[GemvTiles]:
-        (made,) = (made for made in candidates(*arguments) if made.gate_up.shared)
+    def in_shared_memory(*arguments: object) -> list[GemvTiles]:
+        (made,) = (made for made in candidates(*arguments) if made.gate_up.smem_tiles)
         return [made]
 
-    with patch.object(GemvTiles, "candidates", waiting):
-        assert worst_error(shape, "ladder", schedule="one", link="20us", tp=tp) <= TOLERANCE
+    with patch.object(GemvTiles, "candidates", in_shared_memory):
+        assert worst_error(shape, "ladder", schedule="serial", link="20us", tp=tp) <= TOLERANCE
 
 
 @parametrize("context", [16384, 32768])
 def test_long_contexts(context: int) -> None:
-    """Two heads and two layers, because the slow twin keeps all scores of a 32k prompt."""
+    """Two heads and two layers, because the reference keeps all scores of a 32k prompt."""
     few = ModelShape(**{**SHAPE.to_dict(), "num_heads": 2, "num_kv_heads": 1, "num_layers": 2})
     assert worst_error(few, "ladder", context=context, tp=1) <= TOLERANCE
 
@@ -225,7 +222,7 @@ def test_float32(wiring: str, batch: int) -> None:
 def test_odd_sizes_and_dtypes(sizes: dict, dtype: torch.dtype) -> None:
     shape = ModelShape(**{**SHAPE.to_dict(), **sizes, "num_layers": 2})
     for batch in (1, 3):
-        assert worst_error(shape, "ladder", tp=1, dtype=dtype, batch=batch, products="triton") <= TOLERANCE
+        assert worst_error(shape, "ladder", tp=1, dtype=dtype, batch=batch, gemm_backend="triton") <= TOLERANCE
 
 
 @parametrize("scaling", SCALINGS)
@@ -238,8 +235,8 @@ def test_rope_scalings(scaling: dict, batch: int) -> None:
 def test_a_vocabulary_that_ranks_do_not_divide(rank: int) -> None:
     """The second rank's shard ends in a row that is no token."""
     odd = replace(SHAPE, vocab_size=4099)
-    for batch, products in ((1, "cublas"), (4, "cublas"), (4, "triton")):
-        assert worst_error(odd, "ladder", batch=batch, rank=rank, products=products) <= TOLERANCE
+    for batch, backend in ((1, "cublas"), (4, "cublas"), (4, "triton")):
+        assert worst_error(odd, "ladder", batch=batch, rank=rank, gemm_backend=backend) <= TOLERANCE
 
 
 def test_prompts_of_different_lengths() -> None:
@@ -284,7 +281,7 @@ def test_greedy_tokens_equal_transformers() -> None:
 
 
 @parametrize("reducer", ["nccl", "symm"])
-@parametrize("batch", [1, 160])  # messages of 2 and of 320 KiB: symmetric memory sums them in one shot and in two
+@parametrize("batch", [1, 160])  # messages of 2 and of 320 KiB: symmetric memory reduces them in one shot and in two
 def test_real_reducers_on_one_rank(reducer: str, batch: int) -> None:
     """One process is all a single GPU can hold of NCCL; it still proves that the collectives are captured and waited for."""
     import torch.distributed as dist
@@ -341,31 +338,31 @@ def _raises(text: str, call) -> None:
 
 
 def small() -> int:
-    """Each kernel and schedule once, on models of two layers: the wider one has QKV in slices and tiles in shared memory."""
+    """Each kernel and schedule once, on models of two layers: the wider one has QKV with split-K and tiles in shared memory."""
     shape = replace(SHAPE, num_layers=2, hidden_size=512, intermediate_size=768, num_heads=4, num_kv_heads=2, vocab_size=256)
     wide = replace(shape, hidden_size=2048)
-    worst = worst_error(wide, "ladder", context=70, steps=2, schedule="one", link="5us")
-    for wiring, batch, schedule, products in (
-        ("ladder", 1, "two", "cublas"),
-        ("ladder", 1, "one", "cublas"),
-        ("ladder", 1, "woven", "cublas"),
-        ("parallel", 1, "woven", "cublas"),
-        ("standard", 3, "one", "cublas"),
-        ("desync-2x", 1, "one", "cublas"),
-        ("parallel", 3, "one", "cublas"),
-        ("ladder", 3, "two", "cublas"),
-        ("ladder", 3, "two", "triton"),
-        ("ladder", 3, "woven", "triton"),
-        ("desync-3x", 5, "one", "triton"),
+    worst = worst_error(wide, "ladder", context=70, steps=2, schedule="serial", link="5us")
+    for wiring, batch, schedule, backend in (
+        ("ladder", 1, "two_stream", "cublas"),
+        ("ladder", 1, "serial", "cublas"),
+        ("ladder", 1, "interleaved", "cublas"),
+        ("parallel", 1, "interleaved", "cublas"),
+        ("standard", 3, "serial", "cublas"),
+        ("desync-2x", 1, "serial", "cublas"),
+        ("parallel", 3, "serial", "cublas"),
+        ("ladder", 3, "two_stream", "cublas"),
+        ("ladder", 3, "two_stream", "triton"),
+        ("ladder", 3, "interleaved", "triton"),
+        ("desync-3x", 5, "serial", "triton"),
     ):
         sizes = {"batch": batch, "context": 70, "steps": 2}
-        worst = max(worst, worst_error(shape, wiring, **sizes, schedule=schedule, link="5us", products=products))
+        worst = max(worst, worst_error(shape, wiring, **sizes, schedule=schedule, link="5us", gemm_backend=backend))
     print(f"worst relative error {worst:.4f}, commit {environment()['commit']}", flush=True)
     return int(worst > TOLERANCE)
 
 
 def main(part: int = 0, parts: int = 1, tests: dict[str, object] | None = None) -> int:
-    """Every ``parts``-th test from ``part`` on: several processes share the card."""
+    """Every ``parts``-th test from ``part`` on: several processes share the GPU."""
     if not 0 <= part < parts:
         raise SystemExit(f"part {part} is not one of 0 to {parts - 1}")
     failures = count = seen = 0

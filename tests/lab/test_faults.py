@@ -1,4 +1,4 @@
-"""Ranks that die, starve, differ or cannot write: real processes, and what the user sees. `ladder bench faults` tries all of it."""
+"""Ranks that die, starve, differ or cannot write: real processes, and what the user sees. `python -m lab.faults` tries all of it."""
 
 import contextlib
 import os
@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from ladder_residual.bench.delayed_link import DelayedLink, why_not
-from ladder_residual.bench.faults import generating, training
-from ladder_residual.bench.faults.campaign import run_campaign
-from ladder_residual.bench.faults.injury import why_no_cgroup
-from ladder_residual.bench.faults.jobs import LADDER, GenerateJob, TrainJob
-from ladder_residual.bench.faults.outcome import Outcome, judge_end
-from ladder_residual.bench.faults.watched import Traces, WatchedRun
-from ladder_residual.launch import LOST_PEER, OUT_OF_MEMORY, USER_ERROR, told
-from ladder_residual.line_writer import LineWriter
-from ladder_residual.sockets import PeerLost
+from lab.faults import generate_faults, train_faults
+from lab.faults.__main__ import faults
+from lab.faults.campaign import run_campaign
+from lab.faults.inject import why_no_cgroup
+from lab.faults.jobs import LADDER, GenerateJob, TrainJob
+from lab.faults.outcome import Outcome, judge_end
+from lab.faults.watched import Traces, WatchedRun
+from lab.hosts.delayed_link import DelayedLink, why_not
+from ladder_residual.common.line_writer import LineWriter
+from ladder_residual.distributed.launch import LOST_PEER, OUT_OF_MEMORY, USER_ERROR, user_message
+from ladder_residual.distributed.sockets import PeerLost
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched through /proc")
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
@@ -40,20 +41,20 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", str(path)], check=True)
 
 
-def test_what_is_told_of_an_error():
-    assert told(ValueError("x")) == ("x", USER_ERROR)
-    assert told(OSError(28, "No space left on device")) == ("[Errno 28] No space left on device", USER_ERROR)
-    assert told(PeerLost("rank 1 is gone")) == ("rank 1 is gone", LOST_PEER)
+def test_messages_of_errors():
+    assert user_message(ValueError("x")) == ("x", USER_ERROR)
+    assert user_message(OSError(28, "No space left on device")) == ("[Errno 28] No space left on device", USER_ERROR)
+    assert user_message(PeerLost("rank 1 is gone")) == ("rank 1 is gone", LOST_PEER)
     starved = [MemoryError(), RuntimeError("can't allocate memory: 5 bytes"), OSError(12, "Cannot allocate memory")]
     for error in starved:
-        text, code = told(error)
+        text, code = user_message(error)
         assert code == OUT_OF_MEMORY
         assert "ran out of memory" in text
-    assert told(RuntimeError("a bug")) is None  # keeps its traceback
+    assert user_message(RuntimeError("a bug")) is None  # keeps its traceback
 
 
 def test_a_killed_rank_and_only_loopback(job):
-    """One run: its ports are on loopback, the kill ends it as said, nothing is left."""
+    """One run: its ports are on loopback, the kill ends it as documented, nothing is left."""
     job.prepare()
     with WatchedRun([[*LADDER, *job.arguments()]], job.directory) as run:
         run.wait_for(job.begun, 240, "the first line was written")
@@ -64,9 +65,9 @@ def test_a_killed_rank_and_only_loopback(job):
         os.kill(pid, 9)
         outcome = Outcome("SIGKILL")
         outcome.ended_after_s = run.end(60)
-        says = rf"rank 1 of 2 \(pid {pid}\) on {generating.HOST} was killed by SIGKILL"
-        judged = judge_end(outcome, run, held, bound=60, codes={1}, says=says, wrong_output=job.wrong_output())
-        assert judged.as_said, judged.wrong
+        error = rf"rank 1 of 2 \(pid {pid}\) on {generate_faults.HOST} was killed by SIGKILL"
+        judged = judge_end(outcome, run, held, bound=60, codes={1}, error=error, wrong_output=job.wrong_output())
+        assert judged.as_documented, judged.wrong
         assert "Once upon" not in run.text()  # prompts are no part of a log
 
 
@@ -87,8 +88,8 @@ def _listening_addresses(run):
 
 @pytest.mark.slow
 def test_a_rank_out_of_memory_is_named(job):
-    outcome = generating.out_of_memory(job)
-    assert outcome.as_said, outcome.wrong
+    outcome = generate_faults.out_of_memory(job)
+    assert outcome.as_documented, outcome.wrong
 
 
 def test_a_watched_run_notices_what_is_left(tmp_path):
@@ -101,9 +102,9 @@ def test_a_watched_run_notices_what_is_left(tmp_path):
         assert held.ports
         outcome = Outcome("orphan")
         outcome.ended_after_s = run.end(30)
-        judge_end(outcome, run, held, bound=30, codes={1}, says="rank 1", wrong_output=None)
+        judge_end(outcome, run, held, bound=30, codes={1}, error="rank 1", wrong_output=None, grace=0.2)
         wrong = "\n".join(run.left_over(held, grace=0.2) + outcome.wrong)
-        for sign in ("process ", "port ", "file tmp-", "exit codes [5]", "no error that says"):
+        for sign in ("process ", "port ", "file tmp-", "exit codes [5]", "no error that matches"):
             assert sign in wrong
     assert not run.pids()
     assert run.left_over(Traces(), grace=0) != []  # its files
@@ -127,10 +128,10 @@ def test_ports_are_looked_for_where_they_were(tmp_path):
 def test_what_is_left_of_a_save_is_counted_and_must_go(tmp_path):
     job, outcome = TrainJob(tmp_path), Outcome("SIGKILL")
     (job.run / "checkpoints" / "step-00000005.tmp").mkdir(parents=True)
-    training.look_at_checkpoints(job, outcome)
+    train_faults.look_at_checkpoints(job, outcome)
     assert outcome.unfinished_saves == 1
-    assert outcome.as_said  # nobody takes it for a checkpoint
-    training.has_finished(job, outcome)
+    assert outcome.as_documented  # nobody takes it for a checkpoint
+    train_faults.has_finished(job, outcome)
     assert outcome.wrong == ["still there after the restart: step-00000005.tmp"]
 
 
@@ -171,10 +172,9 @@ def test_commands_on_a_full_or_read_only_disk(demo_dir, small_disk, tmp_path):
         LineWriter(small_disk / "out.jsonl")
 
 
-def test_campaigns_refuse_what_they_do_not_know(tmp_path):
-    done = subprocess.run([*LADDER, "bench", "faults", "--what", "sleep"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2
-    assert "choose generate or train" in done.stderr
+def test_campaigns_refuse_what_they_do_not_know():
+    with pytest.raises(ValueError, match="choose from generate, train"):
+        faults("sleep")
 
 
 GENERATE = ["stop", "oom-killer", "link-5s", "link", "clock", "version", "checkpoint", "wiring"]
@@ -183,8 +183,8 @@ GENERATE = ["stop", "oom-killer", "link-5s", "link", "clock", "version", "checkp
 @pytest.mark.slow
 def test_generation_under_every_fault(tmp_path):
     result = run_campaign("generate", tmp_path, rounds=1, named=",".join(GENERATE), seed=1, timeout=5.0)
-    assert result["kills_as_said"] == 1, result["rows"]
-    assert result["named_as_said"] == result["named"], [row for row in result["rows"] if not row["as_said"]]
+    assert result["kills_as_documented"] == 1, result["rows"]
+    assert result["named_as_documented"] == result["named"], [row for row in result["rows"] if not row["as_documented"]]
     assert bool(why_not()) == ("link" in result["not_tried"])
     assert bool(why_no_cgroup()) == ("oom-killer" in result["not_tried"])
 
@@ -193,24 +193,24 @@ def test_generation_under_every_fault(tmp_path):
 def test_training_is_killed_and_goes_on(tmp_path):
     """By hand and by torchrun's restarts, to the losses of the undisturbed run."""
     job, chance = TrainJob(tmp_path, steps=30, timeout=5.0), random.Random(3)
-    duration = training.undisturbed(job)
+    duration = train_faults.undisturbed(job)
     for elastic in (True, False):
-        attempts = (training.random_kill(job, duration, chance, elastic) for _ in range(3))
+        attempts = (train_faults.random_kill(job, duration, chance, elastic) for _ in range(3))
         outcome = next(filter(None, attempts))  # a moment may come when the run has ended
-        assert outcome.as_said, outcome.wrong
-    faults = [training.stopped, training.killed_while_saving]
-    for fault in [*faults, training.full_disk] if os.geteuid() == 0 else faults:
+        assert outcome.as_documented, outcome.wrong
+    faults = [train_faults.stopped, train_faults.killed_while_saving]
+    for fault in [*faults, train_faults.full_disk] if os.geteuid() == 0 else faults:
         outcome = fault(job)
-        assert outcome.as_said, outcome.wrong
+        assert outcome.as_documented, outcome.wrong
 
 
 @pytest.mark.slow
 def test_training_with_several_copies_of_the_model_names_the_lost_rank(tmp_path):
-    """There gloo and FSDP notice, not our sockets. That it goes on to the same losses is tried by `ladder bench faults --what train`."""
-    job = training.copies(TrainJob(tmp_path, timeout=5.0))
-    outcome = training.killed(job, again=False)
-    assert outcome.as_said, outcome.wrong
+    """Gloo and FSDP notice the loss there. That training goes on to the same losses is tried by `python -m lab.faults --what train`."""
+    job = train_faults.copies(TrainJob(tmp_path, timeout=5.0))
+    outcome = train_faults.killed(job, again=False)
+    assert outcome.as_documented, outcome.wrong
     # Continued, so that the launcher need not wait its 30 s for a process that cannot end; by then it has long been given up.
-    outcome = training.stopped(job, continued_after=2 * job.timeout + 6, again=False)
-    assert outcome.as_said, outcome.wrong
+    outcome = train_faults.stopped(job, continued_after=2 * job.timeout + 6, again=False)
+    assert outcome.as_documented, outcome.wrong
     assert f"no answer from rank 1 on {socket.gethostname()}" in outcome.message

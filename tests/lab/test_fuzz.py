@@ -1,20 +1,25 @@
-"""Broken and hostile input: in this process with hypothesis, in worker processes as `ladder bench fuzz` does it."""
+"""Broken and hostile input: in this process with hypothesis, in worker processes as `python -m lab.fuzz` does it."""
 
 import json
 import os
+import pickle
 import time
+from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from ladder_residual.bench.fuzz.campaign import run_campaign
-from ladder_residual.bench.fuzz.targets import TARGETS, Box
-from ladder_residual.bench.fuzz.verdict import PACKAGE, is_meant
-from ladder_residual.checkpoint import CONFIG_BYTES, read_json
-from ladder_residual.generate import load_tokenizer
-from ladder_residual.generation_settings import generation_config
-from ladder_residual.loading import load_model
+from lab.fuzz.box import Box
+from lab.fuzz.campaign import run_campaign
+from lab.fuzz.judge import SilentError, check_model, check_values
+from lab.fuzz.targets import TARGETS
+from lab.fuzz.targets.training import Payload, judge
+from lab.fuzz.verdict import PACKAGE, is_meant
+from ladder_residual.generation.tokenizer import load_tokenizer
+from ladder_residual.models.checkpoint_reader import CONFIG_BYTES, read_json
+from ladder_residual.models.generation_config import generation_config
+from ladder_residual.models.loading import load_model
 
 
 @pytest.fixture(scope="module")
@@ -22,9 +27,9 @@ def box(tmp_path_factory):
     return Box(tmp_path_factory.mktemp("fuzz"))
 
 
-@pytest.mark.parametrize("name", sorted(set(TARGETS) - {"prompt", "generation config"}))
+@pytest.mark.parametrize("name", sorted(set(TARGETS) - {"prompt", "generation config", "adapt checkpoint"}))
 def test_every_kind_of_broken_input_is_accepted_or_refused(name, box):
-    @settings(max_examples=12, suppress_health_check=list(HealthCheck), database=None)
+    @settings(max_examples=12, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
     @given(st.randoms(use_true_random=False))
     def holds(chance):
         try:
@@ -32,7 +37,7 @@ def test_every_kind_of_broken_input_is_accepted_or_refused(name, box):
         except ValueError as error:
             if not is_meant(error):
                 raise
-        assert box.intruders() == []
+        assert box.changed() == []
 
     holds()
 
@@ -127,38 +132,87 @@ def test_a_tokenizer_with_an_impossible_length_is_refused(box):
         load_tokenizer(source)
 
 
+@pytest.fixture
+def source(box):
+    return box.fresh()
+
+
+def test_the_judge_compares_weights_and_logits(box, source):
+    model = load_model(source)
+    check_model(model, source)
+    with pytest.raises(SilentError, match="logits differ"):
+        check_model(model, source, "ladder")
+    check_model(load_model(source, wiring="ladder"), source, "ladder")
+    config = box.json("config.json") | {"rms_norm_eps": 0.1}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(SilentError, match="logits differ"):
+        check_model(model, source)
+    weights = bytearray(box.good["model.safetensors"])
+    weights[-7] ^= 1
+    with pytest.raises(SilentError, match="is not what the files hold"):
+        check_model(model, box.fresh(model__safetensors=bytes(weights)))
+
+
+def test_the_judge_compares_contents_outside_the_box(box):
+    assert box.changed() == []
+    (box.outside / ".bashrc").write_text("the content of .bashrd\n")
+    (box.outside / "keep" / "loot").symlink_to("/etc/passwd")
+    (box.outside / "config.json").chmod(0o600)
+    assert box.changed() == [".bashrc", "config.json", "keep/loot"]
+    assert box.changed() == []  # put back
+
+
+def test_the_judge_of_settings_and_of_resumed_runs(tmp_path):
+    check_values({"a": 1.0, "b": (1, 2), "c": {"d": "x"}}, {"a": 1, "b": [1, 2], "c": {"d": "x"}})
+    for wrong in ({"a": 2}, {"b": [1]}, {"c": {"d": "y"}}, {"e": None}):
+        with pytest.raises(SilentError):
+            check_values({"a": 1.0, "b": (1, 2), "c": {"d": "x"}}, wrong)
+    expected = {step: 1 / step for step in range(1, 7)}
+    judge({5: 0.2}, expected, False, tmp_path / "x")
+    judge({5: 0.3}, expected, True, tmp_path / "x")  # a forgery may hold other weights
+    for wrong in ({}, {1: 1.0, 2: 0.5}, {5: 0.3}, {5: float("nan")}):
+        with pytest.raises(SilentError):
+            judge(wrong, expected, False, tmp_path / "x")
+    pickle.loads(pickle.dumps(Payload(tmp_path / "payload")))
+    with pytest.raises(SilentError, match="code"):
+        judge({5: 0.2}, expected, True, tmp_path / "payload")
+
+
 BROKEN_TARGETS = """
 import os, time
-from ladder_residual.bench.fuzz import targets
-from ladder_residual.config import Wiring
+from lab.fuzz import judge, targets
+from ladder_residual.core.config import Wiring
 
 def crash(box, chance): os.abort()
 def hang(box, chance): time.sleep(999)
 def memory(box, chance): bytearray(4 << 30)
-def escape(box, chance): (box.outside / "loot").write_text("x")
+def escape(box, chance): (box.outside / ".bashrc").write_text("x")
+def silent(box, chance): judge.require(False, "another result")
 def bug(box, chance): raise KeyError("x")
 def fine(box, chance): Wiring.parse("x", 2)
 def stray(box, chance): raise ValueError("x")
 
-targets.TARGETS.update(crash=crash, hang=hang, memory=memory, bug=bug, fine=fine, stray=stray, escape=escape)
+targets.TARGETS.update(crash=crash, hang=hang, memory=memory, bug=bug, fine=fine, stray=stray, escape=escape, silent=silent)
 """
 
 
 @pytest.mark.slow
 def test_the_fuzzer_counts_what_goes_wrong(tmp_path, monkeypatch):
     (tmp_path / "sitecustomize.py").write_text(BROKEN_TARGETS)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    names = ["fine", "stray", "crash", "memory", "bug", "hang", "escape"]
-    result = run_campaign(7, targets=names, workers=1, silent=60)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}")
+    names = ["fine", "stray", "crash", "memory", "bug", "hang", "escape", "silent"]
+    result = run_campaign(8, targets=names, workers=1, silent=60)
     findings = {finding["target"]: finding["finding"] for finding in result["findings"]}
-    assert result["inputs"] == 7
+    assert result["inputs"] == 8
     assert result["refused"] == 1
     assert "ended with code -6" in findings["crash"]
     assert "MemoryError" in findings["memory"]
     assert "KeyError" in findings["bug"]
     assert "ValueError" in findings["stray"]
     assert "hung" in findings["hang"]
-    assert "loot" in findings["escape"]
+    assert ".bashrc" in findings["escape"]
+    assert "another result" in findings["silent"]
+    assert result["kinds"] == {"traceback": 3, "silent": 1, "outside": 1, "time": 0, "crash": 2}
 
 
 @pytest.mark.slow

@@ -5,17 +5,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from ladder_residual.plan import validate as module
+from lab.planner import validate as module
+from lab.planner.__main__ import app
+from lab.planner.allreduce_table import compact
+from lab.planner.fit import CONSTANTS, fit, points_with
+from lab.planner.points import document, emulated_points, paper_points, repository_results, result_points
+from lab.planner.validate import TARGETS, Comparison, validate
+from ladder_residual.links.table import read_tables
 from ladder_residual.plan.calibration import with_measured_step
 from ladder_residual.plan.cost import engine
-from ladder_residual.plan.fit import CONSTANTS, fit, points_with
 from ladder_residual.plan.hardware import shipped
-from ladder_residual.plan.planner import TWO_LANES
-from ladder_residual.plan.points import document, emulated_points, paper_points, repository_results, result_points
-from ladder_residual.plan.validate import TARGETS, Comparison, validate
+from ladder_residual.plan.planner import TWO_STREAM
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OVERLAP = {
     "benchmark": "overlap",
     "layers": 8,
@@ -143,10 +147,10 @@ def test_malformed_results_are_refused(tmp_path, text, says):
 def decode_document(**change):
     """As `ladder bench decode` writes it, made with an engine of known gaps."""
     rows = [
-        ("none", 0.0, "standard", "one"),
-        ("none", 0.0, "ladder", "two"),
-        ("24us", 24.0, "standard", "one"),
-        ("24us", 24.0, "ladder", "one"),
+        ("none", 0.0, "standard", "serial"),
+        ("none", 0.0, "ladder", "two_stream"),
+        ("24us", 24.0, "standard", "serial"),
+        ("24us", 24.0, "ladder", "serial"),
     ]
     made = [
         {"batch": 1, "link": name, "link_us": us, "wiring": wiring, "schedule": schedule, "ms_per_token": 1.0}
@@ -160,9 +164,9 @@ def test_decode_results_calibrate_the_engine_on_quiet_steps_and_are_checked_on_t
     file = tmp_path / "decode.json"
     document = decode_document()
     file.write_text(json.dumps(document))
-    truth = replace(engine("fused"), module_us=9.0, lane_overlap=0.5)
+    truth = replace(engine("fused"), module_us=9.0, stream_overlap=0.5)
     points = result_points([file], "engine", shipped())
-    assert [p.wiring for p in points] == ["standard", TWO_LANES, "standard", "ladder"]
+    assert [p.wiring for p in points] == ["standard", TWO_STREAM, "standard", "ladder"]
     assert points[0].case.device.bandwidth_gbs == pytest.approx(4400)  # as fast as the card was that day
     for row, point in zip(document["rows"], points, strict=True):
         row["ms_per_token"] = replace(point, case=replace(point.case, engine=truth)).predicted()
@@ -170,23 +174,23 @@ def test_decode_results_calibrate_the_engine_on_quiet_steps_and_are_checked_on_t
     points = result_points([file], "engine", shipped())
     assert [p.role for p in points] == ["fit", "fit", "check", "check"]
     assert [p.predicted() for p in points] == pytest.approx([p.measured for p in points], rel=1e-3)
-    assert points[3].case.engine.lane_overlap == pytest.approx(0.5, rel=1e-2)  # lanes are calibrated without the link
+    assert points[3].case.engine.stream_overlap == pytest.approx(0.5, rel=1e-2)  # the overlap is calibrated without the link
     document["rows"][3]["ms_per_token"] *= 1.2
     file.write_text(json.dumps(document))
     assert not validate(engine_results=[file]).passed
 
 
 def test_schedules_and_launches_that_the_planner_has_not(tmp_path):
-    """Of a woven step the best of the other schedules is compared; sums with an ordinary launch are left out."""
+    """Of an interleaved step the best of the other schedules is compared; all-reduces that are not launched early are left out."""
     document = decode_document()
-    tried = {"one": 4.8, "two": 4.6, "woven": 4.5}
-    document["rows"][1] |= {"schedule": "woven", "ms_per_token": 4.5, "schedules_tried_ms": tried}
-    document["rows"][2]["early"] = False
-    document["rows"][3] |= {"schedule": "woven", "schedules_tried_ms": {}}
+    tried = {"serial": 4.8, "two_stream": 4.6, "interleaved": 4.5}
+    document["rows"][1] |= {"schedule": "interleaved", "ms_per_token": 4.5, "schedules_tried_ms": tried}
+    document["rows"][2]["pdl"] = False
+    document["rows"][3] |= {"schedule": "interleaved", "schedules_tried_ms": {}}
     file = tmp_path / "decode.json"
     file.write_text(json.dumps(document))
     points = result_points([file], "engine", shipped())
-    assert [(p.wiring, p.measured) for p in points] == [("standard", 1.0), (TWO_LANES, 4.6)]
+    assert [(p.wiring, p.measured) for p in points] == [("standard", 1.0), (TWO_STREAM, 4.6)]
 
 
 def test_a_card_the_planner_does_not_know_is_refused(tmp_path):
@@ -211,7 +215,9 @@ def test_the_shipped_engine_is_the_one_that_was_measured():
     quiet: dict = {}
     for p in points:
         if p.case.link.alpha_us == 0 and p.role == "fit":
-            quiet.setdefault((p.batch, p.wiring), p)  # of several files the first: the tables, not the comparison of products
+            quiet.setdefault(
+                (p.batch, p.wiring), p
+            )  # of several files the first: the tables, not the comparison of GEMM backends
     for field, batch in (("module_us", 1), ("module_us_batched", 16)):
         point = quiet[batch, "standard"]
         case = replace(point.case, device=shipped().device("h200"))
@@ -233,3 +239,48 @@ def test_files_that_are_no_comparison_are_left_out(tmp_path):
     (tmp_path / "results" / "engine" / "broken.json").write_text("{")
     engine_files, overlap_files = repository_results(tmp_path)
     assert [file.stem for file in engine_files + overlap_files] == ["emulated", "run"]
+
+
+def test_compact_takes_the_median_over_versions_and_irons_out_outliers():
+    def row(version, size, us):
+        name = f"h9_sxm_nccl_{version}_nccl"
+        return {"file": name, "kernel_source": "NCCL", "num_gpus": "8", "bytes": str(size), "us": str(us)}
+
+    rows = [row("1", 1024, 5), row("2", 1024, 99), row("3", 1024, 6), row("1", 2048, 50), row("1", 4096, 7)]
+    text = compact(rows)
+    assert read_tables(text)["h9_sxm", "nccl"][8] == ((1024, 6.0), (2048, 7.0), (4096, 7.0))
+
+
+def ok(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.output + repr(result.exception)
+    return result.output
+
+
+def test_validate_prints_both_kinds_of_points_and_the_verdict(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # no results folder here
+    text = ok("validate")
+    assert "Checked points" in text
+    assert "they validate nothing" in text
+    assert "outside its target: sizes bloom-176b" in text
+    assert "nothing is said about them" in text
+    assert "PASSED" in text
+
+
+def test_validate_json_and_exit_code_when_a_result_is_off(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert json.loads(ok("validate", "--json"))["passed"] is True
+    folder = tmp_path / "results" / "overlap"
+    folder.mkdir(parents=True)
+    row = {"wiring": "ladder", "median_ms": 99.0}
+    bad = {"benchmark": "overlap", "layers": 2, "hidden_size": 8, "tp": 2, "batch": 1, "latency_us": 0}
+    (folder / "x.json").write_text(json.dumps({**bad, "compute_ms": 1.0, "communication_ms": 1.0, "rows": [row]}))
+    result = CliRunner().invoke(app, ["validate", "--json"])
+    assert result.exit_code == 1
+    assert json.loads(result.output)["passed"] is False
+
+
+def test_constants_are_listed_with_what_they_were_fitted_on():
+    text = ok("constants")
+    assert "nccl.in_situ_us" in text
+    assert "chosen by hand" in text

@@ -1,18 +1,13 @@
 """Tokens chosen from a few logits of each rank are those the whole vocabulary gives; where few do not decide, all are gathered."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
-from ladder_residual.candidates import GREEDY, Candidates, decisive_logits
-from ladder_residual.engine.decoder import DecodeEngine
-from ladder_residual.engine.spec import RankSizes
-from ladder_residual.loading import VocabularyHead, shard_model
-from ladder_residual.presets import ModelShape
-from ladder_residual.reduce import Reducer
-from ranks import run_on_ranks
-from tiny_models import random_ids, tiny_model
+from ladder_residual.core.reduce import Reducer
+from ladder_residual.models.candidates import GREEDY, Candidates, decisive_logits
+from ladder_residual.models.loading import VocabularyHead, shard_model
+from tests.ranks import run_on_ranks
+from tests.tiny_models import random_ids, tiny_model
 
 VOCAB = 509  # a prime
 DECIDED = [
@@ -76,7 +71,7 @@ def test_logits_that_a_family_changes_are_gathered(family, dtype):
 
 
 def _in_half_precision(world):
-    """From few and from all logits of the same ranks: sums over ranks round, so one process is no judge here."""
+    """From few and from all logits of the same ranks: an all-reduce rounds, so one process is no judge here."""
     model = shard_model(tiny_model("llama", vocab_size=VOCAB).to(torch.bfloat16), world)
     few = [_texts(model, options) for options in DECIDED]
     model.needs = lambda candidates: None
@@ -143,26 +138,3 @@ def test_ties_are_kept_or_all_is_gathered(needed, distinct):
         assert torch.equal(found[0] >= last, kept)
         assert torch.equal(found[0][kept], whole[row][kept])
     assert decided == len(whole) if needed == GREEDY or distinct > 1000 else decided < len(whole)
-
-
-def _engine_choices(world, vocabulary):
-    """The engine's own ways of bringing logits together, without its kernels."""
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_layers": 1, "num_heads": 12, "num_kv_heads": 12, "head_dim": 64}
-    shape = ModelShape(family="llama", vocab_size=vocabulary, **sizes)
-    engine = DecodeEngine.__new__(DecodeEngine)
-    engine.sizes, engine.spec = RankSizes.of(shape, world.size, world.rank), SimpleNamespace(shape=shape)
-    engine._groups = (world.group, world.group)
-    logits = torch.randn(3, vocabulary, generator=torch.Generator().manual_seed(5))
-    first, rows = engine.sizes.vocab_first, engine.sizes.vocab_rows
-    own = torch.full((3, rows), 1e9)  # what stands in a row that is no token must not matter
-    own[:, : engine.sizes.vocab_tokens] = logits[:, first : first + engine.sizes.vocab_tokens]
-    few = engine.decisive(own, Candidates(9, True))
-    assert torch.equal(engine.gather(own), logits)
-    assert torch.equal(engine.argmax(own), logits.argmax(-1))
-    assert int(few.isfinite().sum(-1).max()) == 10 * world.size
-    return torch.equal(few.topk(9).indices, logits.topk(9).indices)
-
-
-@pytest.mark.parametrize(("ranks", "vocabulary"), [(2, VOCAB), (4, 512), (3, VOCAB)])
-def test_the_engine_brings_logits_together(ranks, vocabulary):
-    assert all(run_on_ranks(ranks, _engine_choices, vocabulary))

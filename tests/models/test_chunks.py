@@ -1,12 +1,12 @@
-"""Cut by tensor parallelism, then by FSDP: the pieces of all ranks make up the whole, each number as often as they say."""
+"""Sharded by tensor parallelism, then by FSDP: the chunks of all ranks make up the whole, each number as often as they say."""
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ladder_residual.pieces import blocks
-from ladder_residual.presets import ModelShape
-from ladder_residual.sharding import cut_of, rank_heads
+from ladder_residual.models.chunks import local_chunks, local_part
+from ladder_residual.models.presets import ModelShape
+from ladder_residual.models.sharding import rank_heads, shard_of
 
 NAMES = ("q_proj", "k_proj", "o_proj", "qkv_proj", "gate_up_proj", "up_proj", "down_proj", "embed_tokens", "input_layernorm")
 
@@ -28,7 +28,7 @@ def cases(draw):
 
 
 @given(cases())
-def test_pieces_make_up_the_whole(case):
+def test_chunks_make_up_the_whole(case):
     name, tp, dp, heads, kv, dim, neurons = case
     hidden, columns = 8, neurons * tp
     shape = ModelShape(
@@ -55,18 +55,16 @@ def test_pieces_make_up_the_whole(case):
     whole = torch.arange(1.0, torch.Size(sizes[name]).numel() + 1).reshape(sizes[name])
     rebuilt, counted = torch.zeros_like(whole), torch.zeros_like(whole)
     for rank in range(tp):
-        cut = cut_of(f"{name}.weight", whole.shape, shape, tp, rank) if tp > 1 else None
-        local = whole
-        if cut is not None:
-            local = torch.cat([whole.narrow(cut.dim, a, b - a) for a, b in cut.ranges], cut.dim)
+        spec = shard_of(f"{name}.weight", whole.shape, shape, tp, rank) if tp > 1 else None
+        local = local_part(whole, spec)
         row = 0
-        for shard in local.chunk(dp) if len(local) else ():  # as FSDP cuts: the last ones may be shorter, or missing
-            pieces = blocks(row, tuple(shard.shape), cut, tp)
-            assert sum(torch.Size(piece.size).numel() for piece in pieces) == shard.numel()
-            for piece in pieces:
-                place = tuple(slice(start, start + length) for start, length in zip(piece.whole, piece.size, strict=True))
-                rebuilt[place] = piece.of(shard)
-                counted[place] += 1 / piece.copies
+        for shard in local.chunk(dp) if len(local) else ():  # as FSDP shards: the last ones may be shorter, or missing
+            chunks = local_chunks(row, tuple(shard.shape), spec, tp)
+            assert sum(torch.Size(chunk.size).numel() for chunk in chunks) == shard.numel()
+            for chunk in chunks:
+                place = tuple(slice(start, start + length) for start, length in zip(chunk.whole, chunk.size, strict=True))
+                rebuilt[place] = chunk.of(shard)
+                counted[place] += 1 / chunk.copies
             row += len(shard)
     assert torch.equal(rebuilt, whole)
     assert torch.allclose(counted, torch.ones_like(whole))  # so a norm over all ranks counts every number once

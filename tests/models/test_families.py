@@ -5,32 +5,26 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ladder_residual import rewire
-from ladder_residual.config import Wiring
-from ladder_residual.families import FAMILIES, check_wiring, family_of
-from ladder_residual.hf_config import ladder_config_class
-from tiny_models import (
+from ladder_residual.core.config import Wiring
+from ladder_residual.models.families import FAMILIES, check_wiring, family_of
+from ladder_residual.models.hf_config import ladder_config_class
+from tests.tiny_models import (
     FAMILY_NAMES,
     LAYERS,
     clone,
     head_logits,
     layer_inputs,
     oracle_logits,
+    padded_inputs,
     random_ids,
     tiny_config,
     tiny_model,
 )
 
 
-def left_padded(batch=3, length=9):
-    ids, mask = random_ids(batch, length), torch.ones(batch, length, dtype=torch.long)
-    mask[0, :3] = 0
-    mask[1, :1] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
-
-
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_standard_equals_transformers_bit_for_bit(family):
-    model, inputs = tiny_model(family), left_padded()
+    model, inputs = tiny_model(family), padded_inputs()
     with torch.no_grad():
         expected = model(**inputs).logits
         found = rewire(clone(model), "standard")(**inputs).logits
@@ -40,7 +34,7 @@ def test_standard_equals_transformers_bit_for_bit(family):
 @pytest.mark.parametrize("spec", ["ladder", "ladder:last-half", "ladder:0,2"])
 @pytest.mark.parametrize("family", FAMILY_NAMES)
 def test_ladder_equals_the_recurrence(family, spec):
-    model, inputs = tiny_model(family), left_padded()
+    model, inputs = tiny_model(family), padded_inputs()
     layers = Wiring.parse(spec, LAYERS).layers
     expected = oracle_logits(model, layers, **inputs)
     rewired = rewire(clone(model), spec)
@@ -52,7 +46,7 @@ def test_ladder_equals_the_recurrence(family, spec):
         assert (found - model(**inputs).logits)[real].abs().max() > 1e-3
         # Cached decode: the prompt, then token by token.
         step = rewired(inputs["input_ids"][:, :4], attention_mask=inputs["attention_mask"][:, :4], use_cache=True)
-        pieces = [step.logits]
+        logits = [step.logits]
         for position in range(4, inputs["input_ids"].shape[1]):
             step = rewired(
                 inputs["input_ids"][:, position : position + 1],
@@ -60,8 +54,8 @@ def test_ladder_equals_the_recurrence(family, spec):
                 past_key_values=step.past_key_values,
                 use_cache=True,
             )
-            pieces.append(step.logits)
-    torch.testing.assert_close(torch.cat(pieces, 1)[real], expected[real], rtol=1e-4, atol=1e-4)
+            logits.append(step.logits)
+    torch.testing.assert_close(torch.cat(logits, 1)[real], expected[real], rtol=1e-4, atol=1e-4)
 
 
 def test_the_oracle_without_ladder_layers_is_transformers():
@@ -92,8 +86,12 @@ def test_families_that_cannot_be_rewired_say_why():
         ({"model_type": "phi"}, "read the same input"),
         ({"model_type": "cohere"}, "read the same input"),
         ({"model_type": "gpt_neox"}, "use_parallel_residual"),
-        ({"model_type": "llamma"}, "near: llama"),
+        ({"model_type": "llamma"}, "did you mean 'llama'"),
         ({"model_type": "bert"}, "unknown family"),
+        (
+            {"model_type": "mystery", "auto_map": {"AutoModel": "m.M"}},
+            "Python code of its own (auto_map), which is never run here",
+        ),
         ({}, "no usable model_type"),
         ({"model_type": 3}, "no usable model_type"),
     ]:

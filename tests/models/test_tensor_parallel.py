@@ -1,19 +1,31 @@
-"""Tensor parallelism on real processes: every wiring equals one process, or the oracle that simulates the ranks in one."""
-
-import socket
+"""Sharded models on real processes: every wiring equals one process, or the oracle that simulates the ranks in one."""
 
 import pytest
 import torch
 
 from ladder_residual import rewire
-from ladder_residual.config import Wiring
-from ladder_residual.families import FAMILIES
-from ladder_residual.loading import set_reducers, shard_model
-from ladder_residual.parallel import finish_gradients
-from ladder_residual.reduce import RecordingReducer
-from ladder_residual.sharding import cut_of
-from ranks import run_on_ranks
-from tiny_models import FAMILY_NAMES, LAYERS, VOCAB, clone, head_logits, layer_inputs, modules_of, random_ids, tiny_model
+from ladder_residual.core.config import Wiring
+from ladder_residual.core.reduce import RecordingReducer
+from ladder_residual.models.chunks import local_part
+from ladder_residual.models.families import FAMILIES
+from ladder_residual.models.loading import set_reducers, shard_model
+from ladder_residual.models.presets import ModelShape
+from ladder_residual.models.sharding import shard_of
+from ladder_residual.train.gradients import finish_gradients
+from tests.ranks import run_on_ranks
+from tests.tiny_models import (
+    FAMILY_NAMES,
+    LAYERS,
+    VOCAB,
+    clone,
+    head_logits,
+    layer_inputs,
+    modules_of,
+    padded_inputs,
+    random_ids,
+    relative,
+    tiny_model,
+)
 
 SHAREABLE = [name for name in FAMILY_NAMES if not FAMILIES[name].refuse_tp]
 EQUIVALENT = ["standard", "ladder", "ladder:last-half", "ladder:0,2"]
@@ -22,33 +34,17 @@ RANK_DEPENDENT = ["desync-2x", "desync-3x", "desync-4x", "delayed-1", "delayed-2
 VARIANTS = {"tied": dict(tie_word_embeddings=True), "untied": dict(tie_word_embeddings=False)}
 
 
-def padded_inputs():
-    ids, mask = random_ids(3, 9), torch.ones(3, 9, dtype=torch.long)
-    mask[0, :3] = 0
-    return {"input_ids": ids.masked_fill(mask == 0, 0), "attention_mask": mask}
-
-
 def labels_of(inputs):
     return inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
-
-
-def local_part(whole, cut):
-    if cut is None:
-        return whole
-    return torch.cat([whole.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges], cut.dim)
-
-
-def relative(found, expected):
-    return ((found - expected).norm() / expected.norm().clamp_min(1e-8)).item()
 
 
 def gradient_error(model, whole):
     """The worst relative error of this rank's gradients against its part of the whole model's."""
     expected = {name: parameter.grad for name, parameter in whole.named_parameters()}
     return max(
-        relative(parameter.grad, local_part(expected[name], model.tensor_parallel_cuts[name]))
+        relative(parameter.grad, local_part(expected[name], model.shard_specs[name]))
         for name, parameter in model.named_parameters()
-        if local_part(expected[name], model.tensor_parallel_cuts[name]).norm() > 1e-6
+        if local_part(expected[name], model.shard_specs[name]).norm() > 1e-6
     )
 
 
@@ -167,15 +163,10 @@ def simulated(model, spec, ranks, inputs):
     rows = []
     for rank in range(ranks):
         logits = head_logits(model, model.model.norm(streams[rank]))
-        start, stop = cut_of("lm_head.weight", (config.vocab_size,), _shape(model), ranks, rank).ranges[0]
+        shape = ModelShape.from_hf(config.to_dict())
+        start, stop = shard_of("lm_head.weight", (config.vocab_size,), shape, ranks, rank).ranges[0]
         rows.append(logits[..., start:stop])
     return torch.cat(rows, -1)
-
-
-def _shape(model):
-    from ladder_residual.presets import ModelShape
-
-    return ModelShape.from_hf(model.config.to_dict())
 
 
 @torch.no_grad()
@@ -218,68 +209,6 @@ def test_rank_dependent_wirings_equal_the_simulated_ranks(size):
             assert errors["tokens"] == errors["oracle tokens"], (spec, errors)
 
 
-def full_buffers(world, size, in_flight, buffer):
-    """Messages far larger than what the kernel takes, several under way, and something else to wait for after each sum."""
-    for peer in world.sockets._peers.values():
-        peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, buffer)
-        peer.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
-    reducer = world.reducer("async", exchange_below=1 << 30)
-    worst = 0.0
-    for turn in range(4):
-        pendings = [reducer.start(torch.full((size,), float(world.rank + k + turn))) for k in range(in_flight)]
-        for k, pending in enumerate(pendings):
-            expected = sum(rank + k + turn for rank in range(world.size))
-            worst = max(worst, (pending.wait() - expected).abs().max().item())
-            world.barrier()
-    return worst
-
-
-@pytest.mark.parametrize(("ranks", "in_flight"), [(2, 1), (2, 8), (3, 4)])
-def test_full_socket_buffers_never_lock_the_ranks(ranks, in_flight):
-    assert run_on_ranks(ranks, full_buffers, 1 << 20, in_flight, 50_000) == [0.0] * ranks
-
-
-def reducers_agree(world):
-    inputs = padded_inputs()
-    logits = {}
-    for kind, options in {
-        "blocking": {"kind": "blocking"},
-        "exchange": {"kind": "async"},
-        "all-reduce": {"kind": "async", "exchange_below": 0},
-        "latency": {"kind": "async", "latency": 1e-4},
-    }.items():
-        model = rewire(tiny_model("llama"), "ladder")
-        shard_model(model, world, reducer=world.reducer(**options))
-        with torch.no_grad():
-            logits[kind] = model(**inputs).logits
-    return {kind: relative(value, logits["blocking"]) for kind, value in logits.items()}
-
-
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_reducer_gives_the_same_sum(size):
-    overrides = reducers_agree if size == 2 else reducers_agree_three
-    for errors in run_on_ranks(size, overrides):
-        assert max(errors.values()) < 1e-5, errors
-
-
-def reducers_agree_three(world):
-    """Sums alone, on three ranks: odd sizes, one element, none, a big one, several under way."""
-    errors = {}
-    for name, options in {"exchange": {}, "all-reduce": {"exchange_below": 0}}.items():
-        reducer = world.reducer("async", **options)
-        for shape in [(1,), (0,), (5, 7), (3, 1, 129), (400_000,)]:
-            parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
-            pendings = [reducer.start(parts[world.rank] * k) for k in (1, 2, 3)]
-            for k, pending in zip((3, 2, 1), reversed(pendings), strict=True):  # waited for in another order
-                expected = sum(parts) * k
-                errors[name, shape, k] = (pending.wait() - expected).abs().max().item() if expected.numel() else 0.0
-        dtypes = [torch.bfloat16, torch.float16, torch.float64]
-        for dtype in dtypes:
-            total = reducer.start(torch.full((3,), float(world.rank + 1), dtype=dtype)).wait()
-            errors[name, str(dtype)] = (total - 6).abs().max().item()
-    return errors
-
-
 def backward_order(world, spec):
     """Starts, waits and computes of a backward, in order."""
     model, events = rewire(tiny_model("llama"), spec), []
@@ -291,9 +220,9 @@ def backward_order(world, spec):
         def __init__(self, inner, number):
             self.inner, self.number = inner, number
 
-        def finish(self):
+        def wait(self):
             events.append(("wait", self.number))
-            return self.inner.finish()
+            return self.inner.wait()
 
     def watched_launch(partial):
         events.append(("start", sum(kind == "start" for kind, _ in events)))
@@ -322,7 +251,7 @@ def hidden_in_backward(spec):
     return len(starts), hidden
 
 
-def test_backward_hides_its_sums_too():
+def test_backward_hides_its_all_reduces_too():
     assert hidden_in_backward("ladder") == (9, 7)
     assert hidden_in_backward("standard") == (9, 0)
 
@@ -340,7 +269,7 @@ def recorded_on_ranks(world):
 
 
 def test_overlap_on_real_ranks():
-    # The first sum is the embedding's: nothing can be computed before it is there.
+    # The first all-reduce is the embedding's: nothing can be computed before it is there.
     assert run_on_ranks(2, recorded_on_ranks)[0] == [False] + [True] * 7 + [False]
 
 

@@ -7,12 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ladder_residual.plan.calibration import device_toml, fit_link, link_toml, with_measured_lanes, with_measured_step
+from lab.planner.points import document, result_points
+from lab.planner.validate import validate
+from ladder_residual.links import Link
+from ladder_residual.plan.calibration import device_toml, fit_link, link_toml, with_measured_overlap, with_measured_step
 from ladder_residual.plan.cost import engine
-from ladder_residual.plan.hardware import Link, shipped
-from ladder_residual.plan.planner import TWO_LANES, make_cases
-from ladder_residual.plan.points import document, result_points
-from ladder_residual.plan.validate import validate
+from ladder_residual.plan.hardware import shipped
+from ladder_residual.plan.planner import TWO_STREAM, make_cases
 
 
 def a_case():
@@ -53,14 +54,14 @@ def test_written_toml_is_read_back(tmp_path):
     assert hardware.link("bench", card).source == 'box "A"'
 
 
-def test_gaps_and_lanes_explain_the_measured_steps():
+def test_gaps_and_overlap_explain_the_measured_steps():
     case = a_case()
     phase = case.decode_phase()
     faster = replace(case, engine=with_measured_step(case, phase, 5.0))
     assert faster.timeline("no-comm", phase).us == pytest.approx(5000)
-    lanes = replace(faster, link=replace(case.link, curves={}, alpha_us=0.0, in_situ_us=0.0))
-    lanes = replace(lanes, engine=with_measured_lanes(lanes, phase, 4.4), real_ranks=False)
-    assert lanes.timeline(TWO_LANES, phase).us == pytest.approx(4400, rel=1e-3)
+    two = replace(faster, link=replace(case.link, curves={}, alpha_us=0.0, in_situ_us=0.0))
+    two = replace(two, engine=with_measured_overlap(two, phase, 4.4), real_ranks=False)
+    assert two.timeline(TWO_STREAM, phase).us == pytest.approx(4400, rel=1e-3)
     assert with_measured_step(case, phase, 0.1).module_us == 0  # faster than memory allows: the error stays visible
 
 

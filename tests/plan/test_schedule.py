@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ladder_residual.config import Wiring
+from ladder_residual.core.config import Wiring
+from ladder_residual.links import Link
 from ladder_residual.plan.cost import Work
-from ladder_residual.plan.hardware import Link
-from ladder_residual.plan.schedule import COMM, COMPUTE, LANE, LayerCost, Task, Timeline, build, simulate
+from ladder_residual.plan.schedule import COMM, COMPUTE, COMPUTE_2, LayerCost, Task, Timeline, build, simulate
 
 QUIET = Link(name="quiet", title="no contention")
 times = st.floats(1.0, 500.0)
@@ -18,8 +18,8 @@ SETTINGS = settings(max_examples=60, deadline=None)
 
 def run(spec: str, layers: int, attention: float, mlp: float, allreduce: float, link: Link = QUIET, **options) -> Timeline:
     cost = LayerCost(Work(memory_us=attention), Work(memory_us=mlp), allreduce, link)
-    lanes = options.pop("lane_overlap", 1.0)
-    return simulate(build(Wiring.parse(spec, layers), cost, **options), lanes)
+    overlap = options.pop("stream_overlap", 1.0)
+    return simulate(build(Wiring.parse(spec, layers), cost, **options), overlap)
 
 
 def busy(link_share: float) -> Link:
@@ -31,6 +31,18 @@ def busy(link_share: float) -> Link:
 def test_standard_is_the_sum_of_compute_and_communication(layers, attention, mlp, allreduce):
     expected = layers * (attention + mlp + 2 * allreduce)
     assert run("standard", layers, attention, mlp, allreduce).us == pytest.approx(expected)
+
+
+@SETTINGS
+@given(layers=st.integers(1, 8), module=times, allreduce=times)
+def test_a_pass_is_broken_down_into_compute_hidden_and_exposed_communication(layers, module, allreduce):
+    standard = run("standard", layers, module, module, allreduce).breakdown_us()
+    assert standard == pytest.approx({"compute": 2 * layers * module, "hidden": 0, "exposed": 2 * layers * allreduce}, abs=1e-6)
+    ladder = run("ladder", layers, module, module, allreduce)
+    parts = ladder.breakdown_us()
+    assert sum(parts.values()) == pytest.approx(ladder.us)
+    assert parts["hidden"] == pytest.approx((2 * layers - 1) * min(module, allreduce))
+    assert parts["hidden"] + parts["exposed"] == pytest.approx(ladder.communication_us)
 
 
 @SETTINGS
@@ -74,10 +86,10 @@ def test_delayed_by_one_has_the_times_of_ladder_and_more_delay_never_hurts(layer
 
 @SETTINGS
 @given(layers=st.integers(1, 9), step=st.integers(2, 7), attention=times, mlp=times, allreduce=times)
-def test_desync_sums_every_nth_module_and_once_at_the_end(layers, step, attention, mlp, allreduce):
+def test_desync_reduces_every_nth_module_and_once_at_the_end(layers, step, attention, mlp, allreduce):
     modules = 2 * layers
-    sums = modules // step + (1 if modules % step else 0)
-    expected = layers * (attention + mlp) + sums * allreduce
+    reduces = modules // step + (1 if modules % step else 0)
+    expected = layers * (attention + mlp) + reduces * allreduce
     assert run(f"desync-{step}x", layers, attention, mlp, allreduce).us == pytest.approx(expected)
 
 
@@ -89,22 +101,22 @@ def test_parallel_reduces_once_per_layer(layers, attention, mlp, allreduce):
 
 @SETTINGS
 @given(layers=st.integers(1, 8), attention=times, mlp=times, allreduce=st.floats(0, 300), overlap=st.floats(0, 1))
-def test_two_lanes_are_bounded_by_each_lane_and_by_taking_turns(layers, attention, mlp, allreduce, overlap):
-    us = run("ladder", layers, attention, mlp, allreduce, two_lanes=True, lane_overlap=overlap).us
-    # Within a lane nothing overlaps: attention waits for the all-reduce of the attention before it, the MLP likewise.
+def test_two_streams_are_bounded_by_each_stream_and_by_taking_turns(layers, attention, mlp, allreduce, overlap):
+    us = run("ladder", layers, attention, mlp, allreduce, two_stream=True, stream_overlap=overlap).us
+    # Within a stream nothing overlaps: attention waits for the all-reduce of the attention before it, the MLP likewise.
     assert us >= layers * (max(attention, mlp) + allreduce) * (1 - 1e-9)
     assert us <= layers * (attention + mlp + 2 * allreduce) * (1 + 1e-9)
 
 
-def test_two_lanes_reproduce_the_lock_step_of_the_recurrence():
+def test_two_streams_reproduce_the_lock_step_of_the_recurrence():
     """Attention 10, MLP 40, all-reduce 20 and no demand for memory: a layer takes MLP + all-reduce."""
     cost = LayerCost(Work(overhead_us=10), Work(overhead_us=40), 20, QUIET)
-    us = [simulate(build(Wiring.parse("ladder", n), cost, two_lanes=True), 1.0).us for n in (10, 11)]
+    us = [simulate(build(Wiring.parse("ladder", n), cost, two_stream=True), 1.0).us for n in (10, 11)]
     assert us[1] - us[0] == pytest.approx(60)
 
 
-def test_lanes_that_demand_all_of_the_memory_gain_nothing():
-    assert run("ladder", 6, 30, 50, 0, two_lanes=True).us == pytest.approx(6 * 80)
+def test_streams_that_demand_all_of_the_memory_gain_nothing():
+    assert run("ladder", 6, 30, 50, 0, two_stream=True).us == pytest.approx(6 * 80)
 
 
 def test_hidden_share_counts_what_runs_beside_compute():
@@ -137,7 +149,7 @@ def test_contention_slows_only_what_runs_beside_an_all_reduce():
     tasks = [
         Task("compute", 0, COMPUTE, 100, slowdown=0.5),
         Task("all-reduce", 0, COMM, 40),
-        Task("other lane", 0, LANE, 0),
+        Task("other stream", 0, COMPUTE_2, 0),
     ]
     assert simulate(tasks).us == pytest.approx(120)  # 40 us at half speed, then 80 us alone
 
@@ -149,10 +161,10 @@ def test_two_communicators_pass_each_others_latency_but_share_the_wire(wire_shar
     times = [simulate(build(Wiring.parse("ladder", layers), cost)).us for layers in (20, 40)]
     assert (times[1] - times[0]) / 20 == pytest.approx(layer_us, abs=1.0)
     standard = simulate(build(Wiring.parse("standard", 4), cost)).us
-    assert standard == pytest.approx(4 * 2 * 41.0)  # blocking sums never meet
+    assert standard == pytest.approx(4 * 2 * 41.0)  # blocking all-reduces never meet
 
 
-def test_one_communicator_takes_the_sums_in_turn():
+def test_one_communicator_takes_the_all_reduces_in_turn():
     cost = LayerCost(Work(memory_us=1), Work(memory_us=1), 40.0, QUIET)
     times = [simulate(build(Wiring.parse("ladder", layers), cost)).us for layers in (20, 40)]
     assert (times[1] - times[0]) / 20 == pytest.approx(80.0, abs=2.0)

@@ -7,11 +7,11 @@ import xml.etree.ElementTree as ET
 import pytest
 from typer.testing import CliRunner
 
-from ladder_residual.plan.planner import TWO_LANES, make_cases
+from ladder_residual.cli.trace import app as trace_app
+from ladder_residual.plan.planner import TWO_STREAM, make_cases
 from ladder_residual.plan.schedule import COMM
-from ladder_residual.plan.timeline_svg import timeline_svg
-from ladder_residual.plan.trace import WAITING, Span, chrome_trace, planned_panel, waiting_spans, write_trace
-from ladder_residual.plan.trace_commands import trace_app
+from ladder_residual.trace.panel import WAITING, Span, chrome_trace, planned_panel, waiting_spans, write_trace
+from ladder_residual.trace.timeline_svg import NARROW, WIDTH, timeline_svg
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -28,16 +28,16 @@ def test_waiting_is_communication_without_compute():
     assert waiting_spans(spans) == [Span("compute", WAITING, 0, 10, 20)]
 
 
-def test_waiting_at_the_end_is_seen_and_a_busy_second_lane_is_not_waiting():
+def test_waiting_at_the_end_is_seen_and_a_busy_second_stream_is_not_waiting():
     spans = [
         Span("compute", "attention", 0, 0, 10),
-        Span("compute lane 2", "MLP", 0, 0, 40),
+        Span("compute 2", "MLP", 0, 0, 40),
         Span(COMM, "all-reduce", 0, 10, 50),
     ]
     assert waiting_spans(spans) == [Span("compute", WAITING, 0, 40, 50)]
 
 
-@pytest.mark.parametrize("wiring", ["standard", "ladder", TWO_LANES, "parallel", "desync-2x"])
+@pytest.mark.parametrize("wiring", ["standard", "ladder", TWO_STREAM, "parallel", "desync-2x"])
 def test_red_adds_up_to_the_exposed_time(case, wiring):
     timeline = case.timeline(wiring, case.decode_phase())
     panel = planned_panel(case, wiring)
@@ -79,8 +79,22 @@ def test_the_picture_is_well_formed_and_shows_red_only_where_compute_waits(case)
     assert re.search(r"standard: \d+ us per layer, 0 % hidden", ET.fromstring(text).get("aria-label"))
 
 
+@pytest.mark.parametrize("width", [WIDTH, NARROW])
+def test_every_wiring_shows_the_same_layers_so_a_faster_one_is_shorter(case, width):
+    panels = [planned_panel(case, wiring) for wiring in ("standard", "ladder", "no-comm")]
+    ends = {}
+    for panel in panels:
+        root = ET.fromstring(timeline_svg([panels[0], panel], width=width))
+        mlps = [box.find(f"{SVG}rect") for box in root.iter(f"{SVG}g") if box.find(f"{SVG}title").text.startswith("MLP")]
+        assert len(mlps) == 4  # two layers of each panel
+        ends[panel.title] = float(mlps[-1].get("x")) + float(mlps[-1].get("width"))
+    assert ends["standard"] > ends["ladder"] > ends["no-comm"]
+    ladder = timeline_svg(panels[:2], width=width)
+    assert re.search(r"2 layers in \d+ us \(1\.\d\dx\)", ladder)
+
+
 def test_boxes_stay_inside_the_picture(case):
-    root = ET.fromstring(timeline_svg([planned_panel(case, w) for w in ("standard", "ladder", TWO_LANES)]))
+    root = ET.fromstring(timeline_svg([planned_panel(case, w) for w in ("standard", "ladder", TWO_STREAM)]))
     width = float(root.get("width"))
     for box in root.iter(f"{SVG}rect"):
         assert float(box.get("x", 0)) >= 0
@@ -104,7 +118,7 @@ def test_command_writes_both_files(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "says"),
+    ("arguments", "error"),
     [
         (["--tp", "1"], "nothing to wait for"),
         (["--latency", "auto"], "a latency in numbers"),
@@ -114,13 +128,13 @@ def test_command_writes_both_files(tmp_path):
         (["--layers", "4", "--wirings", "ladder:7"], "names layer 7"),
     ],
 )
-def test_bad_recordings_are_refused_before_ranks_are_started(arguments, says):
+def test_bad_recordings_are_refused_before_ranks_are_started(arguments, error):
     result = CliRunner().invoke(trace_app, arguments)
     assert isinstance(result.exception, ValueError)
-    assert says in str(result.exception)
+    assert error in str(result.exception)
 
 
-def test_a_folder_that_cannot_be_written_is_said(case, tmp_path):
+def test_a_folder_that_cannot_be_written(case, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot write a trace to"):
         write_trace([planned_panel(case, "ladder")], {}, tmp_path / "file")

@@ -2,35 +2,32 @@
 
 import json
 import xml.etree.ElementTree as ET
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
-from ladder_residual.demo import demo_directory
-from ladder_residual.parallel import World
-from ladder_residual.plan.results import read_results
+from ladder_residual.bench.demo import demo_directory
+from ladder_residual.distributed.world import World
+from ladder_residual.models.random_weights import load_or_random_model
 from ladder_residual.plan.schedule import COMM, COMPUTE
-from ladder_residual.plan.timeline_svg import timeline_svg
-from ladder_residual.plan.trace import WAITING, Span, chrome_trace, read_trace
-from ladder_residual.trace_run import (
+from ladder_residual.report.results import read_results
+from ladder_residual.trace.panel import WAITING, Span, chrome_trace, hidden_percent, in_rows, read_trace
+from ladder_residual.trace.record import (
     LinkTimes,
     Range,
-    _median_step,
-    _model,
-    _panel,
-    _record_wiring,
     device_spans,
-    hidden_percent,
     host_spans,
-    in_rows,
+    measured_panel,
+    median_step,
     read_ranges,
     record,
+    record_wiring,
 )
-from ranks import run_on_ranks
+from ladder_residual.trace.timeline_svg import timeline_svg
+from tests.ranks import run_on_ranks
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LINK = LinkTimes(bare=10e-6, latency=90e-6)  # 100 us on its own
 
 
@@ -54,8 +51,8 @@ def test_ranges_are_read_from_a_profiler_trace():
     assert read_ranges(document, on_device=True) == [Range("compute", "MLP", 3, 0, 16.0, 21.0), kernel]
 
 
-def a_sum(wait_start, wait_end):
-    return [Range("start", "sum", 1, 7, 0.0, 5.0), Range("wait", "wait", 0, 7, wait_start, wait_end)]
+def an_all_reduce(wait_start, wait_end):
+    return [Range("start", "all-reduce", 1, 7, 0.0, 5.0), Range("wait", "wait", 0, 7, wait_start, wait_end)]
 
 
 @pytest.mark.parametrize(
@@ -67,16 +64,16 @@ def a_sum(wait_start, wait_end):
         ((200.0, 260.0), 260.0, 100 * (1 - 60 / 255)),  # the other rank was late: more than picking up what had come
     ],
 )
-def test_a_sum_is_in_flight_until_it_is_there(wait, in_flight_until, hidden):
-    spans = host_spans(a_sum(*wait), LINK)
-    assert spans == [Span(COMM, "sum", 1, 5.0, in_flight_until), Span(COMPUTE, WAITING, 1, *wait)]
+def test_an_all_reduce_is_in_flight_until_its_result_is_there(wait, in_flight_until, hidden):
+    spans = host_spans(an_all_reduce(*wait), LINK)
+    assert spans == [Span(COMM, "all-reduce", 1, 5.0, in_flight_until), Span(COMPUTE, WAITING, 1, *wait)]
     assert hidden_percent(spans) == pytest.approx(hidden)
 
 
 def test_the_edges_of_the_vocabulary_are_drawn_but_not_counted():
     edges = [Range("gather", "logits", 3, 0, 500.0, 600.0)]
-    edges += [Range("start", "embedding sum", 0, 1, 300.0, 301.0), Range("wait", "wait", 0, 1, 301.0, 450.0)]
-    spans = host_spans([*a_sum(55.0, 105.0), *edges], LINK)
+    edges += [Range("start", "embedding all-reduce", 0, 1, 300.0, 301.0), Range("wait", "wait", 0, 1, 301.0, 450.0)]
+    spans = host_spans([*an_all_reduce(55.0, 105.0), *edges], LINK)
     assert sum(s.row == COMM for s in spans) == 3
     assert hidden_percent(spans) == pytest.approx(50.0)
     assert hidden_percent([]) == 100.0
@@ -96,7 +93,7 @@ def test_on_a_gpu_the_kernels_are_the_timeline():
     assert hidden_percent(spans) == pytest.approx(50.0)  # 20 of 40 beside the MLP
 
 
-def test_sums_in_flight_together_get_rows_of_their_own():
+def test_all_reduces_in_flight_together_get_rows_of_their_own():
     spans = [Span(COMM, "a", 0, 0, 10), Span(COMM, "b", 0, 5, 15), Span(COMM, "c", 0, 12, 20), Span(COMPUTE, "MLP", 0, 0, 9)]
     assert {s.name: s.row for s in in_rows(spans)} == {"a": COMM, "b": f"{COMM} 2", "c": COMM, "MLP": COMPUTE}
 
@@ -106,19 +103,19 @@ def test_the_step_of_median_length_is_drawn():
         return [Span(COMPUTE, "MLP", 0, start, start + length)]
 
     ranks = [[step(0, 30), step(100, 10), step(200, 50)], [step(1, 10), step(105, 10), step(200, 10)]]
-    assert _median_step(ranks) == [step(0, 30), step(1, 10)]
+    assert median_step(ranks) == [step(0, 30), step(1, 10)]
 
 
 def test_a_trace_is_read_back():
-    spans = in_rows(host_spans(a_sum(55.0, 105.0), LINK))
-    panels = [_panel("standard", spans), _panel("ladder", spans)]
+    spans = in_rows(host_spans(an_all_reduce(55.0, 105.0), LINK))
+    panels = [measured_panel("standard", spans), measured_panel("ladder", spans)]
     assert read_trace(json.loads(json.dumps(chrome_trace(panels, {"setting": "x"})))) == panels
 
 
 def spans_of_wirings(world):
-    model = _model(world, str(demo_directory()), None, "float32")
+    model = load_or_random_model(str(demo_directory()), world)
     link = LinkTimes(1e-4, 2e-3)
-    return {spec: _record_wiring(model, spec, world, link, 2, 4, 2, None) for spec in ("standard", "ladder", "no-comm")}
+    return {spec: record_wiring(model, spec, world, link, 2, 4, 2, None) for spec in ("standard", "ladder", "no-comm")}
 
 
 def test_ranks_record_their_modules_and_the_order_of_starts_and_waits():
@@ -132,9 +129,9 @@ def test_ranks_record_their_modules_and_the_order_of_starts_and_waits():
                     *((name, layer) for layer in range(layers) for name in ("attention", "MLP")),
                     ("head", layers - 1),
                 ]
-                sums = [(a, b) for a, b in pairwise(spans) if a.row == COMM and "all-reduce" in a.name]
-                assert all(wait.name == WAITING for _, wait in sums)
-                between = [sum(c.start >= a.start and c.end <= wait.start for c in compute) for a, wait in sums]
+                reduces = [(a, b) for a, b in pairwise(spans) if a.row == COMM and "all-reduce of" in a.name]
+                assert all(wait.name == WAITING for _, wait in reduces)
+                between = [sum(c.start >= a.start and c.end <= wait.start for c in compute) for a, wait in reduces]
                 # Program order, not speed: standard waits before the next module, a ladder computes it first. Behind the
                 # last module there is none.
                 expected = {"standard": [0] * 2 * layers, "ladder": [1] * (2 * layers - 1) + [0], "no-comm": []}
@@ -175,21 +172,21 @@ ASKED = {"layers": None, "latency": 0.0, "batch": 1, "prompt": 4, "steps": 2, "d
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "error"),
     [
         ({"steps": 0}, "--steps must be at least 1"),
         ({"batch": 0}, "--batch must be at least 1"),
         ({"wirings": ["standard", "parallel"]}, "in a run of its own"),
         ({"wirings": ["stairs"]}, "unknown wiring 'stairs'"),
         ({"source": "ladder-9b"}, "ladder-9b"),
-        ({"dtype": "auto"}, "need a dtype of their own"),
+        ({"dtype": "auto"}, "have no dtype of their own"),
         ({"source": str(demo_directory()), "layers": 1}, "a checkpoint is recorded whole"),
     ],
 )
-def test_bad_requests_are_refused(change, says):
+def test_bad_requests_are_refused(change, error):
     asked = {"source": "ladder-1b", "wirings": ["standard"], **ASKED, **change}
-    with pytest.raises(ValueError, match=says):
-        record(replace(World(), size=2), **asked)
+    with pytest.raises(ValueError, match=error):
+        record(World(size=2, group=object()), **asked)
 
 
 def test_one_rank_has_nothing_to_wait_for():

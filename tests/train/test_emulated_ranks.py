@@ -4,10 +4,14 @@ import pytest
 import torch
 
 from ladder_residual import rewire
-from ladder_residual.train.compiling import compile_blocks
+from ladder_residual.train.compile import compile_layers
 from ladder_residual.train.emulated_ranks import emulate_ranks
-from test_parallel import relative, simulated
-from tiny_models import VOCAB, clone, random_ids, tiny_model
+from ladder_residual.train.loop import train
+from ladder_residual.train.recipe import Recipe
+from tests.models.test_tensor_parallel import simulated
+from tests.ranks import run_on_ranks
+from tests.tiny_models import VOCAB, clone, random_ids, relative, tiny_model
+from tests.tiny_training import MODEL, check_same, tiny_recipe, train_on_ranks, trained_losses
 
 IDS = random_ids(3, 9)
 
@@ -42,7 +46,7 @@ def test_emulated_ranks_equal_the_simulated_ones(spec):
 def test_emulated_ranks_compiled():
     eager = emulate_ranks(rewire(tiny_model("llama"), "desync-2x"), 2)
     expected = eager(IDS, use_cache=False).logits.detach()
-    found = compile_blocks(eager)(IDS, use_cache=False).logits.detach()
+    found = compile_layers(eager)(IDS, use_cache=False).logits.detach()
     assert relative(found, expected) < 1e-5
 
 
@@ -52,5 +56,20 @@ def test_what_cannot_be_emulated_is_refused():
     with pytest.raises(ValueError, match="was made for tp=4"):
         emulate_ranks(rewire(tiny_model("llama"), "desync-2x@4"), 2)
     for family in ("phi3", "mixtral"):  # fused projections; experts
-        with pytest.raises(ValueError, match="is cut otherwise: use real ranks"):
+        with pytest.raises(ValueError, match="is not: use real ranks"):
             emulate_ranks(rewire(tiny_model(family), "desync-2x"), 2)
+
+
+def test_emulated_ranks_take_the_steps_of_real_ones(corpus, tmp_path):
+    model, short = MODEL | {"num_kv_heads": 2}, dict(steps=6, precision="fp32", device="cpu")
+    wirings = ["desync-2x", "delayed-1", "ladder"]
+    real = [
+        tiny_recipe(corpus, tmp_path / "real" / wiring, model=model | {"wiring": wiring}, parallel=dict(tp=2), run=short)
+        for wiring in wirings
+    ]
+    run_on_ranks(2, train_on_ranks, real)
+    for wiring in wirings:
+        directory = tmp_path / "emulated" / wiring
+        document = tiny_recipe(corpus, directory, model=model | {"wiring": wiring}, parallel=dict(emulate_ranks=2), run=short)
+        train(Recipe.from_dict(document), quiet=True)
+        check_same(trained_losses(directory), trained_losses(tmp_path / "real" / wiring), 2e-5)

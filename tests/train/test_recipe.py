@@ -41,14 +41,14 @@ def test_a_recipe_and_its_neighbour(tmp_path):
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ("[run]\nstep = 3", r"unknown key run\.step; did you mean run\.steps\?"),
-        ("[optimiser]\nlr = 1", r"unknown key optimiser; did you mean optimizer\?"),
+        ("[run]\nstep = 3", r"unknown key run\.step \(did you mean 'steps'\?\); known here: steps, seed"),
+        ("[optimiser]\nlr = 1", r"unknown key optimiser \(did you mean 'optimizer'\?\)"),
         ('[run]\nsteps = "many"', r"run\.steps must be a whole number, got 'many'"),
         ("[run]\nsteps = true", r"run\.steps must be a whole number, got True"),
         ("[run]\nsteps = 0", r"run\.steps must be at least 1, got 0"),
-        ("[optimizer]\nbetas = [0.9]", r"optimizer\.betas must be two numbers"),
-        ("[optimizer]\nbetas = [0.9, 1.0]", r"optimizer\.betas must lie in \[0, 1\)"),
-        ("[optimizer]\nlr = -1", r"optimizer\.lr must be between 0 and 10, got -1"),
+        ("[optimizer]\nbetas = [0.9]", r"optimizer\.betas must be a list of 2 values"),
+        ("[optimizer]\nbetas = [0.9, 1.0]", r"optimizer\.betas\[1\] must be at least 0 and below 1, got 1"),
+        ("[optimizer]\nlr = -1", r"optimizer\.lr must be at least 0 and at most 10, got -1"),
         ('[optimizer]\nschedule = "cosin"', r"did you mean 'cosine'\?"),
         ("[optimizer]\nwarmup = 1000", r"warmup is 1000 steps, but the run has only 100"),
         ('[run]\nprecision = "fp8"', r"run\.precision is 'fp8'; choose from bf16, fp32"),
@@ -69,7 +69,7 @@ def test_what_is_wrong_is_named(tmp_path, extra, message):
         ('wiring = "no-comm"', "cannot be trained"),
         ('wiring = "desync-2x@4"', "was made for tp=4, this run has tp=1"),
         ('family = "lama"', "did you mean 'llama'"),
-        ('preset = "ladder-1c"', "unknown preset 'ladder-1c'; near: ladder-1b"),
+        ('preset = "ladder-1c"', "unknown preset 'ladder-1c' .did you mean 'ladder-1b'"),
         ("num_heads = 7", "give model.head_dim"),
     ],
 )
@@ -84,7 +84,7 @@ def test_files_and_changes_that_cannot_be(tmp_path):
         Recipe.load(tmp_path / "none.toml")
     with pytest.raises(ValueError, match="cannot read the recipe"):
         Recipe.load(written(tmp_path, "[model\n"))
-    with pytest.raises(ValueError, match=r"has no \[model\]"):
+    with pytest.raises(ValueError, match=r"model is missing"):
         Recipe.load(written(tmp_path, ""))
     with pytest.raises(ValueError, match=r"model\.hidden_size is missing"):
         Recipe.load(written(tmp_path, "[model]\nnum_layers = 2\n"))
@@ -123,7 +123,7 @@ def test_schedules():
 
 
 @pytest.mark.parametrize(
-    "path", sorted((Path(__file__).parents[1] / "recipes").glob("train-*.toml")), ids=lambda path: path.stem
+    "path", sorted((Path(__file__).parents[2] / "recipes").glob("train-*.toml")), ids=lambda path: path.stem
 )
 def test_shipped_recipes_load(path):
     recipe = Recipe.load(path)

@@ -1,4 +1,4 @@
-"""Run by `make test-vllm`, in the environment scripts/make-vllm-env.sh makes. Elsewhere nothing here is collected."""
+"""Run by `make test-vllm`, in the environment lab/make-vllm-env.sh makes. Elsewhere nothing here is collected."""
 
 from __future__ import annotations
 

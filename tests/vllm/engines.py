@@ -68,9 +68,8 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    from vllm.lora.request import LoRARequest
-
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
     options = {"max_model_len": 256, "max_num_seqs": 8, "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True}
     llm = LLM(job["model"], **(options | job.get("engine", {})))
@@ -107,11 +106,12 @@ def _count_ops(llm: Any, inputs: list[Any], sampling: Any) -> int:
 def register_loaded_classes() -> None:
     """vLLM inspects a class it was given by name in a process of its own, 8 s each the first time; one it has loaded, at once.
     The server's tests go the whole way."""
-    from ladder_residual.vllm_plugin import models
     from vllm import ModelRegistry
 
+    from ladder_residual.vllm_plugin import models
+
     loaded = {name: value for name, value in vars(models).items() if name.startswith("Ladder") and isinstance(value, type)}
-    loaded |= {"LadderGraniteForCausalLM": models.UnservedForCausalLM, "LlamaForCausalLM": models.LlamaForCausalLM}
+    loaded |= {"LadderOlmo2ForCausalLM": models.UnservedForCausalLM, "LlamaForCausalLM": models.LlamaForCausalLM}
     for name, value in loaded.items():
         ModelRegistry.register_model(name, value)
 

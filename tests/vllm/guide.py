@@ -15,11 +15,16 @@ TEXT = (ROOT / "docs" / "serving.md").read_text(encoding="utf-8")
 HUB_ID = "meta-llama/Llama-3.1-8B-Instruct"
 
 
+def section(heading: str) -> str:
+    text = TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
+    assert text, f"docs/serving.md has no section {heading!r}"
+    return text
+
+
 def commands(heading: str) -> list[str]:
     """The commands below a heading, without their comments."""
-    section = TEXT.partition(f"## {heading}\n")[2].partition("\n## ")[0]
-    assert section, f"docs/serving.md has no section {heading!r}"
-    lines = [line for block in re.findall(r"^```sh\n(.*?)^```", section, re.S | re.M) for line in block.splitlines()]
+    blocks = re.findall(r"^```sh\n(.*?)^```", section(heading), re.S | re.M)
+    lines = [line for block in blocks for line in block.splitlines()]
     return [re.sub(r"\s+#.*$", "", line) for line in lines if line.strip()]
 
 

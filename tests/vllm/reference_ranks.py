@@ -13,8 +13,8 @@ from pathlib import Path
 import tiny
 from engines import TIMEOUT_SECONDS, end_group, environment
 
-from ladder_residual.loading import load_model
-from ladder_residual.parallel import distributed
+from ladder_residual.distributed.world import distributed
+from ladder_residual.models.loading import load_model
 
 
 def greedy_on_two_ranks(folder: Path, models: dict[str, Path], prompts: list[list[int]]) -> dict[str, list[list[int]]]:

@@ -11,7 +11,7 @@ import guide
 import pytest
 from engines import end_group, environment
 
-from ladder_residual.bench.delayed_link import why_not
+from lab.hosts.delayed_link import why_not
 
 
 def run_small(folder: Path, command: str, *small: str) -> dict[str, Any]:
@@ -37,12 +37,12 @@ def test_serving_over_a_slow_link(folder: Path) -> None:
     assert result["link"] == "1.00 ms one way"
     (row,) = result["rows"]
     assert row["wiring"] == "ladder"
-    # The sum of the embeddings and the logits cross the link at every token, whatever the wiring hides: 1 ms each at the least.
+    # The all-reduce of the embeddings and the logits cross the link at every token, whatever the wiring hides: 1 ms each at the least.
     assert row["tpot_ms"] > 2
 
 
 def test_what_a_wiring_costs_on_one_rank(folder: Path) -> None:
-    (command,) = [command for command in guide.commands("Measuring") if "vllm-tp1" in command]
+    (command,) = [command for command in guide.commands("Measuring") if "one_rank" in command]
     load = ["--modes", "eager", "--rounds", "1", "--processes", "1", "--new-tokens", "4"]
     result = run_small(folder, command, "--wirings", "ladder", "--layers", "2", *load)
     rows = {row["engine"]: row for row in result["rows"]}

@@ -47,12 +47,12 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     work = folder / "writers"
     work.mkdir()
     tiny.with_tokenizer(tiny.plain(work / "plain"))
-    text = resources.files("ladder_residual").joinpath("data", "demo", "stories.txt").read_text(encoding="utf-8")
+    text = resources.files("ladder_residual").joinpath("assets", "demo", "stories.txt").read_text(encoding="utf-8")
     (work / "text.txt").write_text(text[:8000], encoding="utf-8")
     (work / "recipe.toml").write_text(RECIPE, encoding="utf-8")
     for command in (
         "ladder convert plain student --wiring ladder:1-3",
-        "ladder adapt student --teacher plain --data text.txt --out healed --tokens 1024 --sequence 64 --batch-tokens 256",
+        "ladder adapt student --teacher plain --data text.txt --out recovered --tokens 1024 --sequence 64 --batch-tokens 256",
         "ladder data prepare text.txt corpus --tokenizer plain",
         "ladder train recipe.toml",
     ):
@@ -60,7 +60,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
             command.split(), cwd=work, env=guide.with_programs(environment(folder, 1)), capture_output=True, text=True
         )
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
-    written = {"adapt": work / "healed", "train": work / "trained" / "export"}
+    written = {"adapt": work / "recovered", "train": work / "trained" / "export"}
     prompts = tiny.prompts(5, 17, 40)
     results = run_jobs(folder, {name: {"model": str(path), "prompts": prompts} for name, path in written.items()})
     for name, path in written.items():

@@ -1,36 +1,24 @@
-"""The page docs/serving.md: its tables are what the planner and the results say, its other commands parse. (Those that convert and
-serve are run by test_server.py and test_nodes.py, three of those that measure by test_server.py and test_bench.py.)"""
+"""The commands of docs/serving.md parse. Those that convert and serve are run by test_server.py and test_nodes.py, three of those that
+measure by test_server.py and test_bench.py."""
 
 from __future__ import annotations
 
+import importlib
 import re
 import shlex
-import subprocess
-import sys
 
 import guide
 import pytest
 import typer
-
-from ladder_residual.cli import app
-
-
-def test_the_tables_are_what_the_planner_and_the_results_say() -> None:
-    assert guide.TEXT.count("<!-- table: ") >= 3
-    done = subprocess.run(
-        [sys.executable, guide.ROOT / "tools" / "serving_tables.py", "--check"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("command", guide.commands("Measuring"))
 def test_the_measuring_commands_parse(command: str) -> None:
     """They take many minutes. In small, test_server.py runs the one with --url, test_bench.py those with --link 1ms and of one rank;
     the other two only parse here."""
-    program, group, name, *rest = shlex.split(command)
-    assert (program, group) == ("ladder", "bench")
-    parser = typer.main.get_command(app).commands["bench"].commands[name]
-    parser.make_context(name, rest)
+    python, minus_m, module, *rest = shlex.split(command)
+    assert (python, minus_m) == ("python", "-m")
+    typer.main.get_command(importlib.import_module(module).app).make_context(module, rest)
 
 
 def test_installing_is_what_the_project_says() -> None:

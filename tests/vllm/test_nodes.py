@@ -11,8 +11,8 @@ import pytest
 import tiny
 from engines import environment
 
-from ladder_residual.bench.delayed_link import DelayedLink, why_not
-from ladder_residual.bench.vllm_servers import Server, free_port, stop, wait_until_up
+from lab.hosts.delayed_link import DelayedLink, why_not
+from lab.serving.servers import Server, free_port, stop, wait_until_up
 
 NEW_TOKENS = 24
 

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import tiny
 from engines import run_jobs
+from safetensors.torch import load_file, save_file
 
-from ladder_residual.loading import load_model
+from ladder_residual.models.loading import load_model
+from ladder_residual.vllm_plugin import SERVED_FAMILIES
 
 MIXED = (5, 17, 40)
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
 
 
 @pytest.fixture(scope="module")
@@ -28,9 +29,12 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
         expected[name] = tiny.greedy(reference or model, inputs)
 
     ladder = tiny.rewired(folder, "ladder")
-    for family in FAMILIES:
+    for family in SERVED_FAMILIES:
         add(family, tiny.rewired(folder, "ladder", family))
     add("hybrid", tiny.rewired(folder, "ladder:1-2"))
+    # A parallel layer has one norm, so such a checkpoint is trained from scratch.
+    add("parallel", tiny.plain(folder / "parallel", "ladder_llama", wiring="parallel:1-2"))
+    add("delayed", tiny.rewired(folder, "delayed-2"))
     # Deep enough for torch's compiler to go wrong (vllm_plugin/inductor.py): from 6 layers on.
     add("compiled", tiny.rewired(folder, "ladder", layers=8), engine={"enforce_eager": False})
     overrides = {"architectures": ["LadderLlamaForCausalLM"], "wiring": "ladder:last-half"}
@@ -66,14 +70,15 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     (too_deep / "config.json").write_text(json.dumps(config | {"wiring": "ladder:2-7"}))
     refuse("wiring of another depth", too_deep)
     refuse("desync of two ranks", tiny.rewired(folder, "desync-2x@2"))
-    refuse("delayed", tiny.rewired(folder, "delayed-1"))
-    refuse("family that is not served", tiny.rewired(folder, "ladder", "granite"))
+    refuse("family that is not served", tiny.rewired(folder, "ladder", "olmo2"))
     wrong = {"architectures": ["LadderQwen3ForCausalLM"], "wiring": "ladder"}
     refuse("override of another family", folder / "llama", engine={"hf_overrides": wrong})
     ignoring = {"architectures": ["LlamaForSequenceClassification"], "wiring": "ladder"}
     refuse("architecture that would ignore the wiring", folder / "llama", engine={"hf_overrides": ignoring})
     refuse("override no wiring is made of", folder / "llama", engine={"hf_overrides": {"wiring": "lader"}})
-    refuse("override of an unserved family", folder / "granite", engine={"hf_overrides": {"wiring": "ladder"}})
+    refuse("override of an unserved family", folder / "olmo2", engine={"hf_overrides": {"wiring": "ladder"}})
+    inside = {"text_config": {"model_type": "llama", "num_hidden_layers": 4, "wiring": "ladder"}}
+    refuse("wiring of a part", folder / "llama", engine={"hf_overrides": inside})
     not_vllms = {"model_impl": "transformers", "hf_overrides": {"wiring": "ladder"}}
     refuse("transformers' own model", folder / "llama", engine=not_vllms)
     unknown = folder / "unknown-quantisation"
@@ -81,6 +86,12 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     config = json.loads((unknown / "config.json").read_text())
     (unknown / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "seven-bits"}}))
     refuse("unknown quantisation", unknown)
+    poisoned = folder / "poisoned"
+    tiny.convert(folder / "llama", poisoned, "ladder", copy=True)
+    weights = load_file(poisoned / "model.safetensors")
+    weights["model.layers.1.mlp.down_proj.weight"][3, 5] = float("nan")
+    save_file(weights, poisoned / "model.safetensors", {"format": "pt"})
+    refuse("a weight that is no number", poisoned)
 
     results = run_jobs(folder, jobs)
     for name, tokens in expected.items():
@@ -90,7 +101,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
 
 SCHEDULER = ["preemption", "chunked prefill", "prefix caching"]
 OTHERS = ["overrides", "override of the wiring alone", "authors' field", "written by save_pretrained"]
-EXACT = [*FAMILIES, "hybrid", "compiled", *SCHEDULER, *OTHERS]
+EXACT = [*SERVED_FAMILIES, "hybrid", "parallel", "delayed", "compiled", *SCHEDULER, *OTHERS]
 
 
 @pytest.mark.parametrize("name", EXACT)
@@ -109,7 +120,7 @@ def test_a_plain_checkpoint_stays_vllms_own(runs: dict[str, dict[str, Any]]) -> 
 
 @pytest.mark.parametrize("wiring", ["standard", "ladder", "desync-2x"])
 def test_one_rank_pays_nothing_for_a_wiring(runs: dict[str, dict[str, Any]], wiring: str) -> None:
-    """There is nothing to sum on one rank, so vLLM's own model runs no fewer ops."""
+    """There is nothing to reduce on one rank, so vLLM's own model runs no fewer ops."""
     assert 0 < runs[f"ops of {wiring}"]["ops"] <= runs["no overrides"]["ops"]
 
 
@@ -131,14 +142,15 @@ def test_int8_weights_and_activations(runs: dict[str, dict[str, Any]]) -> None:
 REFUSALS = {
     "wiring of another depth": "the model has 4 layers",
     "desync of two ranks": "run with tp=2",
-    "delayed": "delayed-1 is not served with vLLM",
-    "family that is not served": "rewired granite checkpoints are not served",
+    "family that is not served": "rewired olmo2 checkpoints are not served with vLLM: vLLM runs this family with",
     "override of another family": "the checkpoint is a llama",
     "architecture that would ignore the wiring": "which would ignore it",
     "override no wiring is made of": "did you mean 'ladder'",
-    "override of an unserved family": "rewired granite checkpoints are not served",
+    "override of an unserved family": "rewired olmo2 checkpoints are not served",
+    "wiring of a part": "text_config asks for wiring ladder, which LlamaForCausalLM would ignore",
     "transformers' own model": "'LadderLlamaForCausalLM' is not a registered model in the Transformers library",
     "unknown quantisation": "seven-bits",
+    "a weight that is no number": "model.layers.1.mlp.down_proj.weight holds NaN",
 }
 
 

@@ -18,8 +18,15 @@ COMPILED: dict[str, Any] = {"enforce_eager": False}
 # every model in stages, its own included, fails at the first request.
 TRACED: dict[str, Any] = {"enforce_eager": False, "compilation_config": {"mode": 2, "backend": "eager"}}
 PROMPTS = tiny.prompts(5, 17, 40, 3)
-FAMILIES = ("mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")  # beside Llama
-# All the scheduler does, in one engine. A step takes 32 tokens, so longer prompts come in pieces. 11 blocks of 32 tokens are fewer than
+FAMILIES = (
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen2_moe",
+    "qwen3_moe",
+)  # beside Llama, and those with layers of another kind
+# All the scheduler does, in one engine. A step takes 32 tokens, so longer prompts come in chunks. 11 blocks of 32 tokens are fewer than
 # the crowd needs, so some sequences give way and come back. Prompts with one beginning then find it in the cache.
 CROWDED: dict[str, Any] = {"max_num_batched_tokens": 32, "enable_chunked_prefill": True, "enable_prefix_caching": True}
 CROWDED |= {"num_gpu_blocks_override": 11, "block_size": 32, "disable_log_stats": False}
@@ -39,7 +46,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
         expected[name] = tiny.greedy(reference or model, prompts)
 
     ladder = tiny.rewired(folder, "ladder")
-    # Biases of row-parallel projections belong to the sum once; layers 1 and 2 of four: both borders, and the stages' border, count.
+    # Biases of row-parallel projections are added once; layers 1 and 2 of four: both borders, and the stages' border, count.
     hybrid = tiny.rewired(folder, "ladder:1-2", attention_bias=True, mlp_bias=True)
     add("tp2 ladder eager", ladder, TWO_RANKS)
     # As deep as torch's compiler needs to go wrong on one rank (vllm_plugin/inductor.py): from 6 layers on.
@@ -47,6 +54,11 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     add("tp2 hybrid compiled", hybrid, TWO_RANKS | COMPILED)
     for family in FAMILIES:
         add(f"tp2 {family}", tiny.rewired(folder, "ladder", family), TWO_RANKS)
+    # Post-norms, and a stream that is handed on whole: both borders to layers of vLLM's own count.
+    gemma2 = tiny.rewired(folder, "ladder:1-2", "gemma2")
+    add("tp2 gemma2 hybrid compiled", gemma2, TWO_RANKS | COMPILED)
+    add("tp2 granite hybrid", tiny.rewired(folder, "ladder:1-2", "granite"), TWO_RANKS)
+    add("tp2 parallel", tiny.plain(folder / "parallel-ranks", "ladder_llama", wiring="parallel:1-2"), TWO_RANKS)
     add("tp2 scheduler", ladder, TWO_RANKS | CROWDED, prompts=CROWD + ONE_BEGINNING, in_turn=len(ONE_BEGINNING), metrics=True)
     adapter = folder / "adapter"
     merged = tiny.lora_adapter(adapter, ladder)
@@ -56,11 +68,19 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     add("tp2 standard", folder / "llama", TWO_RANKS | {"hf_overrides": overrides})
     add("pp2 hybrid traced", hybrid, TWO_STAGES | TRACED)
     add("pp2 hybrid compiled", hybrid, TWO_STAGES | COMPILED)
-    add("tp2 pp2 hybrid traced", hybrid, TWO_RANKS | TWO_STAGES | TRACED)
+    # The stages' border lies between two ladder layers: what arrives there has its post-norm already.
+    add("tp2 pp2 gemma2 hybrid traced", gemma2, TWO_RANKS | TWO_STAGES | TRACED)
 
-    diverging = {"tp2 desync": tiny.rewired(folder, "desync-4x@2"), "tp2 no-comm": tiny.rewired(folder, "no-comm")}
+    diverging = {
+        "tp2 desync": tiny.rewired(folder, "desync-4x@2"),
+        "tp2 no-comm": tiny.rewired(folder, "no-comm", "gemma2"),
+        # Two all-reduces in flight. The standard layer waits for both, and so does the end.
+        "tp2 delayed hybrid compiled": tiny.rewired(folder, "delayed-2:0,1,3@2"),
+    }
     expected |= greedy_on_two_ranks(folder, diverging, PROMPTS)
-    jobs |= {name: {"model": str(model), "prompts": PROMPTS, "engine": TWO_RANKS} for name, model in diverging.items()}
+    for name, model in diverging.items():
+        compiled = COMPILED if name.endswith("compiled") else {}
+        jobs[name] = {"model": str(model), "prompts": PROMPTS, "engine": TWO_RANKS | compiled}
 
     results = run_jobs(folder, jobs, ranks=4)
     for name, tokens in expected.items():
@@ -73,14 +93,18 @@ EXACT = [
     "tp2 ladder compiled",
     "tp2 hybrid compiled",
     *(f"tp2 {family}" for family in FAMILIES),
+    "tp2 gemma2 hybrid compiled",
+    "tp2 granite hybrid",
+    "tp2 parallel",
     "tp2 scheduler",
     "tp2 lora",
     "tp2 standard",
     "tp2 desync",
     "tp2 no-comm",
+    "tp2 delayed hybrid compiled",
     "pp2 hybrid traced",
     "pp2 hybrid compiled",
-    "tp2 pp2 hybrid traced",
+    "tp2 pp2 gemma2 hybrid traced",
 ]
 
 

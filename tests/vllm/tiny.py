@@ -10,38 +10,54 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from ladder_residual.convert import convert
-from ladder_residual.loading import load_model
+from ladder_residual.models.convert import convert
+from ladder_residual.models.loading import load_model
 
 LAYERS, VOCABULARY, NEW_TOKENS = 4, 512, 24
 EXTRA: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128, "decoder_sparse_step": 1},
+    "qwen2": {"hidden_size": 128},  # vLLM derives its head size from it
+    "qwen2_moe": {
+        "hidden_size": 128,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 64,
+    },
+    "gemma": {"tie_word_embeddings": True},
+    # Windows shorter than the prompts, on every second layer.
+    "gemma2": {"tie_word_embeddings": True, "sliding_window": 16, "query_pre_attn_scalar": 32},
+    "gemma3_text": {
+        "tie_word_embeddings": True,
+        "sliding_window": 16,
+        "sliding_window_pattern": 2,
+        "query_pre_attn_scalar": 32,
+    },
+    "granite": {"residual_multiplier": 0.4, "embedding_multiplier": 3.0, "attention_multiplier": 0.2, "logits_scaling": 0.5},
+    "phi3": {"hidden_size": 128},
+    "smollm3": {"no_rope_layer_interval": 2},
 }
 CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
 
 
 def plain(directory: Path, family: str = "llama", layers: int = LAYERS, **fields: Any) -> Path:
     """A standard checkpoint with random weights, large enough that no two tokens are nearly equally likely."""
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=512,
-        bos_token_id=1,
-        eos_token_id=2,
-        pad_token_id=0,
-        tie_word_embeddings=False,
-        **(EXTRA.get(family, {}) | fields),
-    )
-    if family == "qwen2":
-        config.hidden_size = 128  # vLLM derives its head size from it
-        config.num_attention_heads = 4
+    sizes: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 512,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": False,
+    }
+    config = AutoConfig.for_model(family, **(sizes | EXTRA.get(family, {}) | fields))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, parameter in model.named_parameters():
@@ -49,6 +65,8 @@ def plain(directory: Path, family: str = "llama", layers: int = LAYERS, **fields
             parameter.data.normal_(0, 0.15)
         elif name.endswith("bias"):
             parameter.data.normal_(0, 0.5)
+        else:
+            parameter.data += 0.2 * torch.randn(parameter.shape)  # no two norms are alike
     model.save_pretrained(directory)
     return directory
 
@@ -67,7 +85,7 @@ def rewired(folder: Path, wiring: str, family: str = "llama", **fields: Any) -> 
 
 def with_tokenizer(directory: Path) -> Path:
     """Add the demo's tokenizer, and a chat template, to a checkpoint."""
-    demo = resources.files("ladder_residual").joinpath("data", "demo")
+    demo = resources.files("ladder_residual").joinpath("assets", "demo")
     (directory / "tokenizer.json").write_text(demo.joinpath("tokenizer.json").read_text())
     fields = json.loads(demo.joinpath("tokenizer_config.json").read_text())
     (directory / "tokenizer_config.json").write_text(json.dumps(fields | {"chat_template": CHAT_TEMPLATE}))
@@ -91,7 +109,7 @@ def greedy(model: PreTrainedModel | Path, inputs: list[list[int]], new_tokens: i
 
 
 LORA_RANK, LORA_ALPHA = 8, 16
-LORA_MODULES = ("q_proj", "o_proj", "down_proj")  # both row-parallel ones: their partial sums are what we defer
+LORA_MODULES = ("q_proj", "o_proj", "down_proj")  # both row-parallel ones: their all-reduces are what we defer
 
 
 def lora_adapter(directory: Path, checkpoint: Path) -> PreTrainedModel:

@@ -1,1 +1,2 @@
-"""Choosing which layers of a pretrained model to convert, and healing it afterwards: ``ladder convert --wiring auto``, ``ladder adapt``."""
+"""Choosing the layers of a pretrained model to convert (``ladder convert --wiring auto``), and recovering its quality afterwards
+(``ladder adapt``; papers call it healing)."""

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 SEQUENCE = 256  # many short rows tell chance from cost better than few long ones
-TOKENS = {"cpu": 4096, "cuda": 65_536}
-WIDTH = {"cpu": 3, "cuda": 8}  # additions tried per step: where a pass is cheap, more of them
+# What a choice may cost: minutes on two cores for a model of 135M parameters, seconds on a GPU.
+TOKENS = {"cpu": 2048, "cuda": 65_536}
+WIDTH = {"cpu": 2, "cuda": 8}  # additions tried per step
+POINTS = {"cpu": 4, "cuda": None}  # sizes on each curve; None: every size
 FILE = "selection.json"
 
 
@@ -37,12 +39,12 @@ def choose(source: str, request: Request, device: str = "auto") -> tuple[str, di
     """The wiring, and the document that says why: costs of single layers, chosen sets, curves on both texts."""
     import torch
 
-    from ..checkpoint import read_json, resolve
-    from ..corpus.tokens import read_tokenizer
-    from ..loading import load_model
-    from ..parallel import distributed
+    from ..data.encoder import Encoder
+    from ..data.tokenizer import read_tokenizer
+    from ..distributed.world import distributed
+    from ..models.checkpoint_reader import read_json, resolve
+    from ..models.loading import load_model
     from .probe import Probe
-    from .rows import Encoder
     from .select import curves, select
 
     config = read_json(resolve(source, weights=False) / "config.json")
@@ -54,20 +56,20 @@ def choose(source: str, request: Request, device: str = "auto") -> tuple[str, di
         wanted = max(2, (request.tokens or TOKENS[world.device.type]) // sequence)
         calibration, check = texts(request, encoder, sequence, wanted)
         model = load_model(source, world, wiring=None, dtype="bf16" if world.device.type == "cuda" else "fp32")
-        progress = _Progress()
+        kind, phases = world.device.type, Phases(4)
         probe = Probe(model, torch.from_numpy(calibration))
-        selection = select(probe, request.layers, budget=request.budget, width=WIDTH[world.device.type], report=progress)
+        selection = select(probe, request.layers, budget=request.budget, width=WIDTH[kind], phase=phases)
         size = request.layers if request.layers is not None else selection.within(request.budget or 0.0)
-        found = {"calibration": curves(probe, selection)}
-        originals = {"calibration": probe.original.loss}
+        sizes = some_sizes(selection.chosen, size, POINTS[kind])
+        found, originals = {"calibration": curves(probe, selection, sizes, phases)}, {"calibration": probe.original.loss}
         other = Probe(model, torch.from_numpy(check))
-        found["held-out"] = curves(other, selection)
+        found["held-out"] = curves(other, selection, sizes, phases)
         originals["held-out"] = other.original.loss
     if size == 0:
         cheapest = selection.chosen[1]
         raise ValueError(
             f"no layer stays within the budget of {request.budget} nats: the cheapest, layer {cheapest.layers[0]}, costs "
-            f"{cheapest.loss - selection.original_loss:.4f}; raise --budget (retraining heals far more than that)"
+            f"{cheapest.loss - selection.original_loss:.4f}; raise --budget (retraining recovers far more than that)"
         )
     layers = selection.chosen[size].layers
     spec = _spec(layers, selection.layers)
@@ -90,11 +92,12 @@ def texts(request: Request, encoder: Any, sequence: int, rows: int) -> tuple[Any
     """Rows of tokens to choose on and to check on; from one file they are different rows of it."""
     import numpy as np
 
-    from .rows import PADDING, pack, read_pieces
+    from ..data.encoder import PADDING
+    from ..data.packing import pack
 
     def full_rows(path: str, most: int, least: int) -> Any:
         """The first ``most`` rows without padding; no more is read, and no hub of chats (all padded) to its end."""
-        packed = islice(pack(read_pieces(path, encoder), sequence, encoder.end, "split"), 100 * most)
+        packed = islice(pack(encoder.chunks(path), sequence, encoder.end, "split"), 100 * most)
         found = list(islice((ids for ids, use in packed if PADDING not in use), most))
         if len(found) < least:
             raise ValueError(
@@ -110,27 +113,29 @@ def texts(request: Request, encoder: Any, sequence: int, rows: int) -> tuple[Any
     return both[:half], both[half : 2 * half]
 
 
+def some_sizes(sizes: Iterable[int], size: int, most: int | None) -> list[int]:
+    """At most ``most`` of the sizes, evenly apart, and ``size`` among them."""
+    every = sorted(sizes)
+    if most is None or len(every) <= most:
+        return every
+    evenly = {every[round((len(every) - 1) * step / (most - 1))] for step in range(1, most)}
+    return sorted(evenly | {size} - {0})
+
+
 def _spec(layers: tuple[int, ...], count: int) -> str:
-    from ..config import Wiring
+    from ..core.config import Wiring
 
     return Wiring("ladder", layers, count).spec
 
 
 def save(document: dict[str, Any], target: Path, write: Callable[[str], None] = print) -> None:
     """``selection.json`` and the plot, in the converted checkpoint."""
-    from ..plan.charts import chart_png, chart_svg
-    from ..plan.selection_chart import selection_chart
+    from ..common.charts import chart_svg
+    from .selection_chart import selection_chart
 
     (target / FILE).write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-    drawn = selection_chart(document)
-    (target / "selection.svg").write_text(chart_svg(drawn), encoding="utf-8")
-    plots = ["selection.svg"]
-    try:
-        chart_png(drawn, target / "selection.png")
-        plots.append("selection.png")
-    except ValueError:
-        pass  # no matplotlib: the SVG says the same
-    write(f"curves   {FILE}, {', '.join(plots)}")
+    (target / "selection.svg").write_text(chart_svg(selection_chart(document)), encoding="utf-8")
+    write(f"curves   {FILE}, selection.svg")
 
 
 def explain(document: dict[str, Any], write: Callable[[str], None] = print) -> None:
@@ -141,7 +146,8 @@ def explain(document: dict[str, Any], write: Callable[[str], None] = print) -> N
     for label, end in (("cheap", single[:5]), ("dear", single[: -min(6, len(single)) : -1])):
         write(f"{label:8} " + ", ".join(f"layer {entry['layer']} {entry['kl']:.4f}" for entry in end) + "  (KL of each alone)")
     for text in ("calibration", "held-out"):
-        rises = {order: points[size - 1]["rise"] for order, points in document["curves"][text].items()}
+        curves = document["curves"][text]
+        rises = {order: next(p["rise"] for p in points if p["k"] == size) for order, points in curves.items()}
         write(
             f"{text:12} loss {document['original'][text]:.4f}, rises by "
             + ", ".join(f"{rise:.4f} ({order})" for order, rise in rises.items())
@@ -152,9 +158,19 @@ def explain(document: dict[str, Any], write: Callable[[str], None] = print) -> N
         write(f"note     on the held-out text the last k layers are better at k = {', '.join(map(str, worse))}")
 
 
-class _Progress:
-    """A line on standard error, only where a person watches."""
+class Phases:
+    """A tqdm bar with the time left for each phase, on standard error; a line now and then where nobody watches."""
 
-    def __call__(self, done: int, total: int) -> None:
-        if sys.stderr.isatty():
-            print(f"\rtrying   {done}/{total}", end="\n" if done == total else "", file=sys.stderr, flush=True)
+    def __init__(self, count: int) -> None:
+        self.count, self.begun = count, 0
+
+    def __call__(self, name: str, total: int) -> Any:
+        from tqdm import tqdm
+
+        self.begun += 1
+        return tqdm(
+            total=total,
+            desc=f"{self.begun}/{self.count} {name}",
+            bar_format="{desc:22} {percentage:3.0f} % |{bar:30}| {elapsed}, {remaining} left",
+            mininterval=0.1 if sys.stderr.isatty() else 20,
+        )

@@ -1,4 +1,4 @@
-"""The parts of a healing run: models, loss, sharding, Trainer."""
+"""The parts of a recovery run: models, loss, sharding, Trainer."""
 
 from __future__ import annotations
 
@@ -8,21 +8,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from transformers import PreTrainedModel, TrainerCallback, TrainingArguments
+from transformers.trainer import DEFAULT_PROGRESS_CALLBACK
+from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ..checkpoint import read_json, resolve
-from ..config import Wiring
-from ..hf_config import wiring_of
-from ..loading import load_model
-from ..parallel import World
+from ..core.config import Wiring
+from ..distributed.world import World
+from ..models.checkpoint_reader import read_json, resolve
+from ..models.hf_config import wiring_of
+from ..models.loading import load_model
+from ..train.parallelize import parallelize
 from .attention import attention_for
-from .losses import Mixture
-from .objective import Objective, attach, attach_teacher
-from .settings import Settings
+from .distillation import LossWeights
+from .objective import Objective, install_teacher_forward, install_training_forward
+from .settings import AdaptSettings
 from .trainer import AdaptTrainer, Stages
 
 
-def precision_of(settings: Settings, world: World) -> torch.dtype | None:
+def precision_of(settings: AdaptSettings, world: World) -> torch.dtype | None:
     """What forward and backward compute in; None is float32 throughout."""
     name = settings.precision
     if name == "auto":
@@ -35,34 +39,32 @@ class Models(NamedTuple):
     teacher: PreTrainedModel | None
 
 
-def load_models(settings: Settings, world: World) -> Models:
+def load_models(settings: AdaptSettings, world: World) -> Models:
     compute = precision_of(settings, world)
-    source = settings.teacher if settings.control else settings.student
-    assert source is not None
-    alone = World(device=world.device)  # ranks hold whole models (or FSDP's shards of them), not slices of tensor parallelism
     # The optimizer needs float32; under LoRA it never touches these weights.
-    dtype = "bf16" if settings.method == "lora" and compute is not None else "fp32"
-    config = read_json(resolve(source, weights=False) / "config.json")
-    student = load_model(source, alone, dtype=dtype, attention=attention_for(config, settings.sequence))
-    teacher = load_teacher(settings, world, compute) if distils(settings) else None
-    if settings.gradient_checkpointing:
-        student.gradient_checkpointing_enable()
-    if settings.compile:
-        from ..train.compiling import compile_blocks
-
-        compile_blocks(student)
-        if teacher is not None:
-            compile_blocks(teacher)
+    low = compute is not None and settings.method == "lora"
+    student = _load(settings.teacher if settings.control else settings.student, settings, world, "bf16" if low else "fp32")
+    if not distils(settings):
+        return Models(student, None)
+    teacher = _load(settings.teacher, settings, world, "fp32" if compute is None else "bf16").requires_grad_(False)
+    install_teacher_forward(teacher)
     return Models(student, teacher)
 
 
-def distils(settings: Settings) -> bool:
+def _load(source: str | None, settings: AdaptSettings, world: World, dtype: str) -> PreTrainedModel:
+    """Safetensors alone, as everywhere. Ranks hold whole models (or FSDP's shards of them), not slices of tensor parallelism."""
+    assert source is not None
+    attention = attention_for(read_json(resolve(source, weights=False) / "config.json"), settings.sequence)
+    return load_model(source, World(device=world.device), dtype=dtype, attention=attention)
+
+
+def distils(settings: AdaptSettings) -> bool:
     """LoRA learns from the teacher if there is one, else from the text; so does its control from the text."""
     return settings.method == "distill" or (settings.method == "lora" and settings.teacher is not None and not settings.control)
 
 
 def build_trainer(
-    settings: Settings, world: World, models: Models, rows: Any, folder: Path, tell: Callable[[str], None]
+    settings: AdaptSettings, world: World, models: Models, rows: Any, folder: Path, log: Callable[[str], None]
 ) -> AdaptTrainer:
     """Loss, sharding and Trainer of a run."""
     student, teacher = models
@@ -75,22 +77,24 @@ def build_trainer(
         raise ValueError(
             "parallel fsdp needs several ranks: start with torchrun --nproc-per-node N -m ladder_residual adapt ..."
         )
-    mixture = None
+    weights = None
     if distils(settings):
-        mixture = Mixture(data=settings.data_weight, temperature=settings.temperature, top_k=settings.top_k)
+        weights = LossWeights(data=settings.data_weight, temperature=settings.temperature, top_k=settings.top_k)
     matched = tuple(range(wiring.layers[0], wiring.num_layers)) if wiring.layers and settings.hidden_weight else ()
     torch.manual_seed(settings.seed)  # adapters begin at random: alike in every run, and on every rank
     model: Any = with_lora(student, settings) if settings.method == "lora" else student
-    objective = Objective(mixture, matched, None if sharded else compute, settings.compile)
-    attach(student, objective)
-    if sharded:
-        from .sharded import shard
-
-        shard(student, world, compute)
-        if teacher is not None:
-            shard(teacher, world, compute)
-    tell(f"student  wiring {wiring.spec}, method {settings.method}{', control' if settings.control else ''}")
-    return AdaptTrainer(
+    objective = Objective(weights, matched, None if sharded else compute, settings.compile)
+    install_training_forward(student, objective)
+    options: dict[str, Any] = {
+        "compile_options": {} if settings.compile else None,
+        "data_mesh": init_device_mesh(world.device.type, (world.size,)) if sharded else None,
+        "compute_dtype": compute,
+    }
+    parallelize(student, checkpoint_activations=settings.gradient_checkpointing, **options)
+    if teacher is not None:
+        parallelize(teacher, **options)
+    log(f"student  wiring {wiring.spec}, method {settings.method}{', control' if settings.control else ''}")
+    trainer = AdaptTrainer(
         settings,
         model.train(),
         student,
@@ -98,24 +102,26 @@ def build_trainer(
         rows,
         training_arguments(settings, world, len(rows), folder),
         teacher=teacher,
-        stages=Stages(settings.stages, wiring.spec, settings.stages_share, tell) if settings.stages else None,
+        stages=Stages(settings.stages, wiring.spec, settings.stages_share, log) if settings.stages else None,
         sharded=sharded,
     )
+    for printer in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):
+        trainer.remove_callback(printer)
+    if settings.progress and world.is_main:
+        trainer.add_callback(ProgressBar())
+    return trainer
 
 
-def load_teacher(settings: Settings, world: World, compute: torch.dtype | None) -> PreTrainedModel:
-    from transformers import AutoModelForCausalLM
+class ProgressBar(ProgressCallback):
+    """The Trainer's own, with the loss at its end: standard output belongs to the caller."""
 
-    assert settings.teacher is not None
-    directory = resolve(settings.teacher)
-    attention = attention_for(read_json(directory / "config.json"), settings.sequence)
-    options = {"attn_implementation": attention} if attention else {}
-    teacher: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=compute or torch.float32, **options)
-    attach_teacher(teacher)
-    return teacher.to(world.device).eval().requires_grad_(False)
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        bar: Any = self.training_bar
+        if bar is not None and logs and "loss" in logs:
+            bar.set_postfix(loss=f"{logs['loss']:.4f}")
 
 
-def with_lora(student: PreTrainedModel, settings: Settings) -> Any:
+def with_lora(student: PreTrainedModel, settings: AdaptSettings) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:
@@ -124,7 +130,7 @@ def with_lora(student: PreTrainedModel, settings: Settings) -> Any:
     return get_peft_model(student, LoraConfig(target_modules=list(settings.lora_targets) or "all-linear", **options))
 
 
-def training_arguments(settings: Settings, world: World, rows: int, folder: Path) -> TrainingArguments:
+def training_arguments(settings: AdaptSettings, world: World, rows: int, folder: Path) -> TrainingArguments:
     per_rank = settings.rows_per_step // world.size
     if per_rank * world.size != settings.rows_per_step:
         raise ValueError(

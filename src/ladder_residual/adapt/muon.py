@@ -1,8 +1,9 @@
 """Muon for the matrices inside the layers, AdamW for everything else (embedding, head, norms), as one optimizer.
 
 Muon replaces a matrix's momentum by the nearest matrix with orthonormal rows or columns, found by a few Newton-Schulz steps, so
-all directions of the update have the same size. Matrices of one shape are handled as one batch: a few launches a step instead of
-thousands. Updates are scaled to the size AdamW's would have, so both share one learning rate.
+all directions of the update have the same size. Updates are scaled to the size AdamW's would have, so both share one learning rate.
+``torch.optim.Muon`` makes the same update matrix by matrix: 6,002 kernels a step for the 210 matrices of a 135M model. Here matrices
+of one shape are one batch, 202 kernels.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..model import decoder_layers
-from .settings import Settings
+from ..models.hf import decoder_layers
+from .settings import AdaptSettings
 
 _STEPS = 5
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic that drives singular values towards 1 fastest
@@ -102,7 +103,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         )
 
 
-def muon_with_adamw(model: PreTrainedModel, settings: Settings) -> MuonWithAdamW:
+def muon_with_adamw(model: PreTrainedModel, settings: AdaptSettings) -> MuonWithAdamW:
     matrices = [p for layer in decoder_layers(model) for p in layer.parameters() if p.dim() == 2 and p.requires_grad]
     chosen = {id(parameter) for parameter in matrices}
     rest = [parameter for parameter in model.parameters() if id(parameter) not in chosen and parameter.requires_grad]

@@ -12,17 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..hf_config import wiring_of
-from ..model import RewiredLayer, decoder_layers
-from ..reduce import Reducer
+from ..core.reduce import Reducer
+from ..core.wiring import State, finalize, ladder, standard
+from ..models.finite import NonFiniteError, fix_for, is_finite
+from ..models.hf import RewiredLayer, decoder_layers
+from ..models.hf_config import wiring_of
 from ..train.loss import head_of
-from ..wiring import State, flush, ladder, standard
-from .losses import final_logits, token_divergence
 
-_CHUNK = 1024  # tokens whose logits exist at a time
+_CHUNK = 1 << 24  # logits that exist at a time
 _KEPT = 1 << 28  # the original's logits are kept up to this many numbers; beyond, they are computed each time
 
 
@@ -43,7 +42,7 @@ class Cost:
         return sum(self.divergences) / len(self.divergences)
 
 
-class Trail:
+class CachedStates:
     """The state before each layer of one set of layers, for every batch, up to where it was computed."""
 
     def __init__(self, layers: frozenset[int], states: list[list[State]]) -> None:
@@ -51,7 +50,7 @@ class Trail:
 
 
 class Probe:
-    """A model and a text. ``cost`` measures a set of layers; ``trail`` keeps its states for the sets that come after it."""
+    """A model and a text. ``cost`` measures a set of layers; ``cache_states`` keeps its states for the sets that come after it."""
 
     def __init__(self, model: PreTrainedModel, rows: Tensor, batch: int = 8) -> None:
         if wiring_of(model.config).kind != "standard":
@@ -60,7 +59,7 @@ class Probe:
             )
         layers = decoder_layers(model)
         if not isinstance(layers[0], RewiredLayer):
-            from ..model import rewire
+            from ..models.hf import rewire
 
             rewire(model, "standard")
         self.model, self.layers, self.count = model, layers, len(layers)
@@ -77,7 +76,8 @@ class Probe:
         self._original_hidden: list[Tensor] = []
         self._original_logits: dict[tuple[int, int], Tensor] = {}  # by batch and first token
         self._keep = rows.numel() * model.config.vocab_size <= _KEPT
-        self.empty = Trail(frozenset(), [[start] for start in self._starts])
+        self._costs: dict[frozenset[int], Cost] = {}
+        self.empty = CachedStates(frozenset(), [[start] for start in self._starts])
         self.original = self._remember_original()
 
     def _inputs_of_layers(self, ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -101,9 +101,9 @@ class Probe:
         return start[0], seen
 
     def _remember_original(self) -> Cost:
-        trail = self.trail(frozenset(), self.empty)
-        self._original_hidden = [self._final(states[-1]) for states in trail.states]
-        self.empty = trail
+        cached = self.cache_states(frozenset(), self.empty)
+        self._original_hidden = [self._final(states[-1]) for states in cached.states]
+        self.empty = cached
         return self._measured(frozenset(), self._original_hidden)
 
     @torch.no_grad()
@@ -117,10 +117,10 @@ class Probe:
         self.passes += (self.count - first) / self.count / len(self.batches)
         return state
 
-    def _first_difference(self, layers: frozenset[int], trail: Trail) -> int:
-        return min(layers ^ trail.layers, default=self.count)
+    def _first_difference(self, layers: frozenset[int], cached: CachedStates) -> int:
+        return min(layers ^ cached.layers, default=self.count)
 
-    def trail(self, layers: Iterable[int], near: Trail | None = None) -> Trail:
+    def cache_states(self, layers: Iterable[int], near: CachedStates | None = None) -> CachedStates:
         """All states of a set, starting from where it first differs from ``near``."""
         chosen = frozenset(layers)
         near = near or self.empty
@@ -130,25 +130,28 @@ class Probe:
             kept = list(known[: first + 1])
             self._run(kept[-1], batch, chosen, first, kept)
             states.append(kept)
-        return Trail(chosen, states)
+        return CachedStates(chosen, states)
 
-    def cost(self, layers: Iterable[int], near: Trail | None = None) -> Cost:
-        """Starting from where the set first differs from ``near`` (default: the original)."""
+    def cost(self, layers: Iterable[int], near: CachedStates | None = None) -> Cost:
+        """Measured once, starting from where the set first differs from ``near`` (default: the original)."""
         chosen = frozenset(layers)
-        near = near or self.empty
-        first = self._first_difference(chosen, near)
-        hidden = [self._final(self._run(known[first], batch, chosen, first, None)) for batch, known in enumerate(near.states)]
-        return self._measured(chosen, hidden)
+        if chosen not in self._costs:
+            near = near or self.empty
+            first = self._first_difference(chosen, near)
+            states = [self._run(known[first], batch, chosen, first, None) for batch, known in enumerate(near.states)]
+            self._costs[chosen] = self._measured(chosen, [self._final(state) for state in states])
+        return self._costs[chosen]
 
     @torch.no_grad()
     def _final(self, state: State) -> Tensor:
         base: Any = self.model.base_model
         norm = getattr(base, "norm", None) or base.final_layer_norm
-        return norm(flush(state, self.reducer))
+        return norm(finalize(state, self.reducer))
 
     @torch.no_grad()
     def _measured(self, layers: frozenset[int], hidden: Sequence[Tensor]) -> Cost:
         head = head_of(self.model)
+        chunk = max(1, _CHUNK // self.model.config.vocab_size)
         losses: list[float] = []
         divergences: list[float] = []
         for batch, (ids, ours, original) in enumerate(zip(self.batches, hidden, self._original_hidden, strict=True)):
@@ -156,16 +159,24 @@ class Probe:
             targets = ids[:, 1:].reshape(-1)
             ours, original = (states[:, :-1].reshape(-1, states.shape[-1]) for states in (ours, original))
             entropy, kl = torch.empty(2, len(targets), device=ids.device)
-            for start in range(0, len(targets), _CHUNK):
-                part = slice(start, start + _CHUNK)
-                logits = final_logits(ours[part] @ head.weight.T, head)
+            for start in range(0, len(targets), chunk):
+                part = slice(start, start + chunk)
+                logits = head.logits(ours[part]).float()
+                total = logits.logsumexp(-1)
+                entropy[part] = total - logits.gather(-1, targets[part, None])[:, 0]
                 reference = self._original_logits.get((batch, start))
                 if reference is None:
-                    reference = final_logits(original[part] @ head.weight.T, head)
+                    reference = head.logits(original[part]).float()
                     if self._keep:
                         self._original_logits[batch, start] = reference
-                entropy[part] = F.cross_entropy(logits, targets[part], reduction="none")
-                kl[part] = token_divergence(logits, reference)
+                reference_total = reference.logsumexp(-1)
+                # KL = sum of p (log p - log q): the logarithms of the two totals are taken out of the sum over the vocabulary.
+                weights = (reference - reference_total[:, None]).exp_()
+                kl[part] = torch.linalg.vecdot(weights, reference - logits) + total - reference_total
+            if not is_finite(entropy):
+                raise NonFiniteError(
+                    f"the loss is NaN or infinite with layers {sorted(layers)} converted{fix_for(self.model.dtype)}"
+                )
             losses += entropy.view(-1, length - 1).mean(1).tolist()
             divergences += kl.view(-1, length - 1).mean(1).tolist()
         return Cost(tuple(sorted(layers)), tuple(losses), tuple(divergences))

@@ -1,4 +1,4 @@
-"""``ladder adapt``: from settings to a healed checkpoint.
+"""``ladder adapt``: from settings to a recovered checkpoint.
 
 The result appears whole, in a directory of its own; everything that belongs to the run itself (packed rows, checkpoints, logs)
 stands beside it in ``OUT.training``.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,17 +16,26 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from ..checkpoint import Checkpoint, read_json, resolve
-from ..convert import rewired_config
-from ..families import family_of
-from ..hf_config import wiring_of
-from ..parallel import World
-from .building import build_trainer, load_models, tensorboard
-from .objective import detach
-from .rows import Encoder, MixedRows, RowStore, build_rows, open_sources
-from .settings import Settings
-from .trainer import AdaptTrainer, last_checkpoint
+from ..common.files import replace_text
+from ..data.encoder import Encoder
+from ..data.packing import MixedRows, RowStore, build_mixture, build_rows
+from ..data.tokenizer import read_tokenizer, tokenizer_digest
+from ..distributed.world import DEFAULT_TIMEOUT_SECONDS, World
+from ..models.checkpoint_reader import Checkpoint, read_json, resolve
+from ..models.checkpoint_writer import new_directory
+from ..models.convert import rewired_config
+from ..models.families import family_of
+from ..models.hf_config import wiring_of
+from ..train.run_lock import run_lock
+from ..train.stop_signal import StopSignal, ignoring_interrupts
+from .build import build_trainer, load_models, tensorboard
+from .checkpoints import checkpoint_to_resume, last_checkpoint, what_is_kept
+from .objective import restore_forward
+from .outcome import FILE, compared, hold_out, sentences, share_seen
+from .settings import AdaptSettings
+from .trainer import AdaptTrainer, StopOnSignal
 
+HELDOUT_LOG = "heldout.jsonl"  # a line for each measurement
 _NOT_PART_OF_THE_RUN = (
     "resume",
     "log_every",
@@ -43,7 +51,7 @@ _NOT_PART_OF_THE_RUN = (
 
 @dataclass(frozen=True)
 class Result:
-    """What a run did."""
+    """What a run did, and whether it helped (``sentences``)."""
 
     output: Path
     steps: int
@@ -52,46 +60,83 @@ class Result:
     before: dict[str, dict[str, float]]
     after: dict[str, dict[str, float]]
     curve: list[dict[str, Any]]
+    texts: dict[
+        str, dict[str, float | None]
+    ]  # by held-out text: loss before, after, of the teacher; gap closed (outcome.compared)
+    share_of_text_percent: float  # of the rows there are, how many were trained on
+    stopped: bool = False  # by SIGTERM: there is a checkpoint, and no output yet
+
+    def sentences(self) -> list[str]:
+        return sentences(self.texts)
 
 
-def adapt(settings: Settings, world: World, tell: Callable[[str], None] = print) -> Result:
+def adapt(settings: AdaptSettings, world: World, log: Callable[[str], None] = print) -> Result:
     """Run it. Every rank calls this; rank 0 tells and writes."""
-    tell = tell if world.is_main else (lambda line: None)
+    log = log if world.is_main else (lambda line: None)
     output = settings.output.resolve()
     folder = output.with_name(output.name + ".training")
     check_output(settings, output)
-    tokenizer = student_tokenizer(settings.student)
+    tokenizer = read_tokenizer(settings.student)
     config = read_json(resolve(settings.student, weights=False) / "config.json")
     check_teacher(settings, config)
     check_context(settings, config)
     encoder = Encoder(tokenizer, int(config["vocab_size"]), answers_only=settings.answers_only)
+    with run_lock(folder, world):
+        return _adapt(settings, world, encoder, folder, log)
+
+
+def _adapt(settings: AdaptSettings, world: World, encoder: Encoder, folder: Path, log: Callable[[str], None]) -> Result:
     begin_folder(settings, folder, world)
 
     def packed() -> tuple[list[RowStore], dict[str, RowStore]]:
         """Billions of tokens take longer than ranks may wait for each other: rank 0 packs, the others find the rows on disk."""
-        stores = open_sources(settings, encoder, folder / "rows", tell)
-        most = settings.evaluate_rows
+        paths, weights = zip(*((source.path, source.weight) for source in settings.data), strict=True)
+        rows, sequence, kept = settings.rows, settings.sequence, folder / "rows"
+        stores = build_mixture(
+            paths, weights, encoder, sequence, kept, rows=rows, too_long=settings.too_long, seed=settings.seed
+        )
+        for path, store in zip(paths, stores, strict=True):
+            log(f"data     {path}: {len(store):,} rows of {sequence} tokens")
+        limit = settings.evaluate_rows
         texts = {
-            Path(name).name: build_rows(name, encoder, settings.sequence, folder / "rows", too_long="split", most=most)
+            Path(name).name: build_rows(name, encoder, sequence, kept, too_long="split", limit=limit)
             for name in settings.heldout
         }
         return stores, texts
 
     stores, heldout = world.main_first(packed)
+    every = list(stores)
+    if not heldout:
+        named = {Path(source.path).name: store for source, store in zip(settings.data, stores, strict=True)}
+        # Two sources of one name would be one text: those are measured by --heldout only.
+        if len(named) == len(stores):
+            at_most, needed = settings.evaluate_rows, max(settings.rows_per_step, len(stores))
+            stores, heldout = hold_out(named, settings.holdout, at_most=at_most, needed=needed)
+        for name, held in heldout.items():
+            log(f"heldout  {name}: {len(held):,} of {len(named[name]):,} rows are measured on and never trained on")
     rows = settings_rows(settings, stores)
-    trainer = build_trainer(settings, world, load_models(settings, world), rows, folder, tell)
-    curve = Curve(trainer, heldout, settings, folder, tell)
-    for callback in (curve, *tensorboard(folder, world)):
+    trainer = build_trainer(settings, world, load_models(settings, world), rows, folder, log)
+    curve, stop = Curve(trainer, heldout, settings, folder, log), StopSignal(world, DEFAULT_TIMEOUT_SECONDS)
+    for callback in (StopOnSignal(stop), curve, *tensorboard(folder, world)):
         trainer.add_callback(callback)
-    resume = last_checkpoint(folder) if settings.resume else None
+    resume = checkpoint_to_resume(folder, world, log) if settings.resume else None
     if resume is not None:
-        tell(f"resume   {resume}")
-    outcome = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        log(f"resume   {resume}")
+    try:
+        with stop:
+            outcome = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+            stopped = stop.agreed
+    except KeyboardInterrupt:
+        with ignoring_interrupts():
+            log(f"interrupted after step {trainer.state.global_step}: {what_is_kept(folder)}")
+        raise
     trainer.check_finite()
-    curve.finish()
-    save_result(trainer, settings, output, world)
-    tell(f"written  {output}")
-    return Result(
+    output, share = settings.output.resolve(), share_seen(rows, every)
+    if stopped:
+        log(f"stopped  by SIGTERM after step {outcome.global_step}: {what_is_kept(folder)}")
+    else:
+        curve.finish()
+    result = Result(
         output,
         outcome.global_step,
         outcome.global_step * settings.batch_tokens,
@@ -99,10 +144,17 @@ def adapt(settings: Settings, world: World, tell: Callable[[str], None] = print)
         curve.before,
         curve.after,
         curve.points,
+        compared(curve.before, curve.after, curve.teacher),
+        share,
+        stopped,
     )
+    if not stopped:
+        save_result(trainer, settings, output, world, result)
+        log(f"written  {output}")
+    return result
 
 
-def check_output(settings: Settings, output: Path) -> None:
+def check_output(settings: AdaptSettings, output: Path) -> None:
     for name in (settings.student, settings.teacher):
         if name is not None and Path(name).resolve() == output:
             raise ValueError(f"the result would replace {output}, which this run reads; choose another --out")
@@ -112,18 +164,10 @@ def check_output(settings: Settings, output: Path) -> None:
         raise ValueError("no data: give --data FILE (or owner/name of a hub dataset)")
 
 
-def student_tokenizer(source: str) -> Any:
-    from ..corpus.tokens import read_tokenizer
-
-    return read_tokenizer(source)
-
-
-def check_teacher(settings: Settings, student: dict[str, Any]) -> None:
+def check_teacher(settings: AdaptSettings, student: dict[str, Any]) -> None:
     """A teacher with another vocabulary gives distributions over other words."""
     if settings.teacher is None:
         return
-    from ..corpus.tokens import read_tokenizer, tokenizer_digest
-
     teacher = read_json(resolve(settings.teacher, weights=False) / "config.json")
     if teacher.get("vocab_size") != student.get("vocab_size"):
         raise ValueError(
@@ -145,17 +189,17 @@ def check_teacher(settings: Settings, student: dict[str, Any]) -> None:
             )
 
 
-def check_context(settings: Settings, config: dict[str, Any]) -> None:
+def check_context(settings: AdaptSettings, config: dict[str, Any]) -> None:
     context = config.get("max_position_embeddings")
     if context and settings.sequence > context:
         raise ValueError(f"sequence={settings.sequence} is longer than the model's context of {context}; use at most that")
 
 
-def begin_folder(settings: Settings, folder: Path, world: World) -> None:
+def begin_folder(settings: AdaptSettings, folder: Path, world: World) -> None:
     """A folder of an earlier run is continued only if that run was the same."""
     if world.is_main:
-        folder.mkdir(parents=True, exist_ok=True)
         ours = {key: value for key, value in asdict(settings).items() if key not in _NOT_PART_OF_THE_RUN}
+        ours["holdout"] = 0.0 if settings.heldout else settings.holdout  # decides which rows are trained on
         ours = json.loads(json.dumps(ours))
         path = folder / "settings.json"
         if settings.resume and last_checkpoint(folder) is not None and path.exists():
@@ -169,12 +213,13 @@ def begin_folder(settings: Settings, folder: Path, world: World) -> None:
         elif not settings.resume:
             for old in folder.glob("checkpoint-*"):
                 shutil.rmtree(old)
-            (folder / "log.jsonl").unlink(missing_ok=True)
-        path.write_text(json.dumps(ours, indent=2) + "\n", encoding="utf-8")
+            for old in (folder / "log.jsonl", folder / HELDOUT_LOG):
+                old.unlink(missing_ok=True)
+        replace_text(path, json.dumps(ours, indent=2) + "\n")
     world.barrier()
 
 
-def settings_rows(settings: Settings, stores: list[RowStore]) -> MixedRows:
+def settings_rows(settings: AdaptSettings, stores: list[RowStore]) -> MixedRows:
     weights = [source.weight for source in settings.data]
     mixed = MixedRows(stores, weights, rows=settings.rows, epochs=settings.epochs, seed=settings.seed)
     if len(mixed) < settings.rows_per_step:
@@ -187,19 +232,35 @@ def settings_rows(settings: Settings, stores: list[RowStore]) -> MixedRows:
 
 
 class Curve(TrainerCallback):
-    """Measures the held-out texts before, during and after; keeps ``log.jsonl``."""
+    """Measures the held-out texts before, during and after; keeps ``log.jsonl``, and the points for a run that is resumed."""
 
     def __init__(
-        self, trainer: AdaptTrainer, heldout: dict[str, RowStore], settings: Settings, folder: Path, tell: Callable[[str], None]
+        self,
+        trainer: AdaptTrainer,
+        heldout: dict[str, RowStore],
+        settings: AdaptSettings,
+        folder: Path,
+        log: Callable[[str], None],
     ) -> None:
-        self.trainer, self.heldout, self.settings, self.folder, self.tell = trainer, heldout, settings, folder, tell
+        self.trainer, self.heldout, self.settings, self.folder, self.log = trainer, heldout, settings, folder, log
         self.points: list[dict[str, Any]] = []
         self.before: dict[str, dict[str, float]] = {}
         self.after: dict[str, dict[str, float]] = {}
+        self.teacher: dict[str, float] = {}
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        for name, store in self.heldout.items():
+            if (loss := self.trainer.measure_teacher(store, self.settings.evaluate_rows)) is not None:
+                self.teacher[name] = loss
+        kept = self.folder / HELDOUT_LOG
         if state.global_step == 0:
+            if state.is_world_process_zero:
+                kept.unlink(missing_ok=True)
             self.before = self.measure(0)
+        elif kept.exists():
+            points = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
+            self.points = [point for point in points if point["step"] <= state.global_step]
+            self.before = self.points[0]["texts"] if self.points and self.points[0]["step"] == 0 else {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         every = self.settings.evaluate_every
@@ -218,45 +279,60 @@ class Curve(TrainerCallback):
         rows = self.settings.evaluate_rows
         texts = {name: self.trainer.measure(store, rows) for name, store in self.heldout.items()}
         if texts:
-            self.points.append({"step": step, "tokens": step * self.settings.batch_tokens, "texts": texts})
-            self.tell(f"step {step:>6}  " + "  ".join(f"{name} {result['loss']:.4f}" for name, result in texts.items()))
+            point = {"step": step, "tokens": step * self.settings.batch_tokens, "texts": texts}
+            self.points.append(point)
+            if self.trainer.args.should_save:
+                with (self.folder / HELDOUT_LOG).open("a", encoding="utf-8") as sink:
+                    print(json.dumps(point), file=sink)
+            self.log(f"step {step:>6}  " + "  ".join(f"{name} {result['loss']:.4f}" for name, result in texts.items()))
         return texts
 
 
-def save_result(trainer: AdaptTrainer, settings: Settings, output: Path, world: World) -> None:
+def result_document(result: Result, settings: AdaptSettings) -> dict[str, Any]:
+    """``adapt.json`` in the recovered checkpoint, which ``ladder report`` reads."""
+    return {
+        "kind": "adapt",
+        "student": Path(settings.student).name,
+        "teacher": Path(settings.teacher).name if settings.teacher else None,
+        "method": settings.method,
+        "steps": result.steps,
+        "tokens": result.tokens,
+        "seconds": result.seconds,
+        "share_of_text_percent": result.share_of_text_percent,
+        "texts": result.texts,
+        "curve": result.curve,
+    }
+
+
+def save_result(
+    trainer: AdaptTrainer, settings: AdaptSettings, output: Path, world: World, result: Result | None = None
+) -> None:
     """Plain weights in the student's own precision, tokenizer and config: a checkpoint like the one that came in."""
-    from .sharded import whole_weights
+    from .sharded_state import whole_weights
 
     student = trainer.inner
     if settings.method == "lora":
         adapters: Any = trainer.model
         adapters.merge_and_unload()
-    detach(student)
+    restore_forward(student)
     weights = whole_weights(student) if trainer.sharded else dict(student.state_dict())
     if world.is_main:
         source = resolve(settings.student)
         checkpoint = Checkpoint(source)
         stored = {"BF16": torch.bfloat16, "F16": torch.float16}.get(checkpoint.dtype(), torch.float32)
         checkpoint.close()
-        output.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
-        try:
-            scratch.chmod(0o755)
+        with new_directory(output) as directory:
             student.config.dtype = stored
             weights = {name: tensor.to(stored) for name, tensor in weights.items()}
-            student.save_pretrained(scratch, state_dict=weights)
-            config = read_json(scratch / "config.json")
+            student.save_pretrained(directory.path, state_dict=weights)
+            config = read_json(directory.path / "config.json")
             config["use_cache"] = read_json(source / "config.json").get("use_cache", True)  # the Trainer switched it off
             written = rewired_config(config, family_of(config), wiring_of(student.config))
-            (scratch / "config.json").write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+            directory.rewrite("config.json", json.dumps(written, indent=2) + "\n")
+            if result is not None:
+                directory.rewrite(FILE, json.dumps(result_document(result, settings), indent=1) + "\n")
             for path in source.iterdir():  # tokenizer, chat template, notices
                 along = path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model", ".md")
-                if along and not (scratch / path.name).exists() and not path.name.startswith("model.safetensors"):
-                    shutil.copyfile(path, scratch / path.name)
-            if output.exists():
-                output.rmdir()
-            scratch.rename(output)
-        except BaseException:
-            shutil.rmtree(scratch, ignore_errors=True)
-            raise
+                if along and not (directory.path / path.name).exists() and not path.name.startswith("model.safetensors"):
+                    directory.copy(path, path.name)
     world.barrier()

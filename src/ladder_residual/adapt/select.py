@@ -8,11 +8,15 @@ if it is better on the calibration text by more than chance (paired over its row
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from tqdm import tqdm
+
 from .probe import Cost, Probe
+
+Phase = Callable[[str, int], Any]  # (what is done, of how many steps) -> a tqdm bar
 
 ORDERS = ("last-k", "first-k", "every-other")
 
@@ -34,6 +38,10 @@ class Selection:
         return max((k for k, cost in self.chosen.items() if cost.loss - self.original_loss <= budget), default=0)
 
 
+def silent(name: str, total: int) -> Any:
+    return tqdm(total=total, disable=True)
+
+
 def ordered(order: str, layers: int, k: int) -> tuple[int, ...]:
     """The first k layers of an order: from the top, from the bottom, or every second one from the top and then the others."""
     if order == "last-k":
@@ -51,7 +59,7 @@ def select(
     *,
     budget: float | None = None,
     width: int = 4,
-    report: Callable[[int, int], None] = lambda done, total: None,
+    phase: Phase = silent,
 ) -> Selection:
     """The best sets of 1 to ``most`` layers, or of as many as stay within ``budget`` nats of loss. ``width`` additions are tried
     for each of the two sets that a size grows from."""
@@ -62,33 +70,35 @@ def select(
     if budget is not None and not budget > 0:
         raise ValueError(f"the budget is a rise of the loss in nats, above 0; got {budget}")
     single = []
-    for layer in range(count):
-        single.append(probe.cost([layer]))
-        report(layer + 1, count + most)
+    with phase("each layer alone", count * (count + 1) // 2) as bar:
+        for layer in range(count):
+            single.append(probe.cost([layer]))
+            bar.update(count - layer)  # the layers that ran: those below kept the original's states
     selection = Selection(count, probe.original.loss, single, {}, {})
     expected = {layer: cost.kl for layer, cost in enumerate(single)}  # what adding a layer cost when last tried
     best, last = probe.empty, probe.empty
-    for k in range(1, most + 1):
-        grown_from = {trail.layers: trail for trail in (best, last)}
-        last = probe.trail(ordered("last-k", count, k), last)
-        reference = selection.last[k] = probe.cost(last.layers, last)
-        candidates = {frozenset(reference.layers): reference}
-        if k == 1:
-            candidates = {frozenset(cost.layers): cost for cost in single} | candidates
-        for trail in grown_from.values() if k > 1 else ():
-            before = probe.cost(trail.layers, trail).kl
-            others = [layer for layer in range(count) if layer not in trail.layers]
-            for layer in sorted(others, key=expected.__getitem__)[:width]:
-                grown = trail.layers | {layer}
-                if grown not in candidates:
-                    candidates[grown] = probe.cost(grown, trail)
-                    expected[layer] = candidates[grown].kl - before
-        winner, reason = _winner(reference, candidates.values())
-        selection.chosen[k], selection.reasons[k] = winner, reason
-        best = last if winner is reference else probe.trail(winner.layers, best)
-        report(count + k, count + most)
-        if budget is not None and min(winner.loss, reference.loss) - selection.original_loss > 2 * budget:
-            break  # well past it: further layers will not bring it back
+    with phase("sets of layers", most) as bar:
+        for k in range(1, most + 1):
+            grown_from = {cached.layers: cached for cached in (best, last)}
+            last = probe.cache_states(ordered("last-k", count, k), last)
+            reference = selection.last[k] = probe.cost(last.layers, last)
+            candidates = {frozenset(reference.layers): reference}
+            if k == 1:
+                candidates = {frozenset(cost.layers): cost for cost in single} | candidates
+            for cached in grown_from.values() if k > 1 else ():
+                before = probe.cost(cached.layers, cached).kl
+                others = [layer for layer in range(count) if layer not in cached.layers]
+                for layer in sorted(others, key=expected.__getitem__)[:width]:
+                    grown = cached.layers | {layer}
+                    if grown not in candidates:
+                        candidates[grown] = probe.cost(grown, cached)
+                        expected[layer] = candidates[grown].kl - before
+            winner, reason = _winner(reference, candidates.values())
+            selection.chosen[k], selection.reasons[k] = winner, reason
+            best = last if winner is reference else probe.cache_states(winner.layers, best)
+            bar.update()
+            if budget is not None and min(winner.loss, reference.loss) - selection.original_loss > 2 * budget:
+                break  # well past it: further layers will not bring it back
     selection.passes = probe.passes
     return selection
 
@@ -118,20 +128,20 @@ def mean_and_error(values: list[float]) -> tuple[float, float]:
     return mean, math.sqrt(variance / len(values))
 
 
-def curves(probe: Probe, selection: Selection) -> dict[str, list[dict[str, Any]]]:
-    """Cost against number of layers, on the probe's text: our choice and the three fixed orders."""
-    sizes = sorted(selection.chosen)
-    found: dict[str, list[dict[str, Any]]] = {"ours": []}
-    near = probe.empty
-    for k in sizes:
-        near = probe.trail(selection.chosen[k].layers, near)
-        found["ours"].append(_point(k, probe.cost(near.layers, near), probe))
-    for order in ORDERS:
-        near, points = probe.empty, []
-        for k in sizes:
-            near = probe.trail(ordered(order, probe.count, k), near)
-            points.append(_point(k, probe.cost(near.layers, near), probe))
-        found[order] = points
+def curves(
+    probe: Probe, selection: Selection, sizes: Sequence[int] | None = None, phase: Phase = silent
+) -> dict[str, list[dict[str, Any]]]:
+    """Cost against number of layers (``sizes``; default: all), on the probe's text: our choice and the three fixed orders."""
+    sizes = sorted(selection.chosen) if sizes is None else sizes
+    sets: dict[str, list[tuple[int, ...]]] = {"ours": [selection.chosen[k].layers for k in sizes]}
+    sets |= {order: [ordered(order, probe.count, k) for k in sizes] for order in ORDERS}
+    found: dict[str, list[dict[str, Any]]] = {}
+    with phase("curves", len(sets) * len(sizes)) as bar:
+        for order, of_order in sets.items():
+            found[order] = []
+            for k, layers in zip(sizes, of_order, strict=True):
+                found[order].append(_point(k, probe.cost(layers), probe))
+                bar.update()
     return found
 
 

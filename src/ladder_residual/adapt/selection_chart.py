@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from .charts import Chart, Series
+from ..common.charts import Chart, Series
 
 ORDERS = {"ours": "our choice", "last-k": "last k", "first-k": "first k", "every-other": "every other"}
 UNSEEN = ("held-out", "wikitext2")  # texts that had no say in the choice, best first

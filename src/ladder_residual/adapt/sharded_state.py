@@ -1,8 +1,7 @@
-"""FSDP2 for student and teacher, and their state on disk.
+"""Weights and optimizer state of a student under FSDP2: on disk as tensors (``train/dcp_checkpoint.py``), or whole on rank 0.
 
-``Trainer(fsdp=...)`` shards on GPUs only (on CPU it silently is DDP), so we shard ourselves, the same way everywhere: each
-decoder layer, then the rest of the model. Weights and gradients travel in the precision of the compute, the optimizer works on
-float32.
+``Trainer(fsdp=...)`` shards on GPUs only (on CPU it silently is DDP), so ``train/parallelize.py`` shards, the same way everywhere, and
+the Trainer's own saving of shards is not used.
 """
 
 from __future__ import annotations
@@ -11,33 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from transformers import PreTrainedModel
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict, set_state_dict
 
-from ..model import decoder_layers
-from ..parallel import World
+from ..train.dcp_checkpoint import load_tensors, save_tensors
 
-STATE = "sharded_state"
-
-
-def shard(model: PreTrainedModel, world: World, compute: torch.dtype | None) -> PreTrainedModel:
-    """``fully_shard`` each layer, then the model, over all ranks. ``compute`` is the precision of forward and backward."""
-    mesh = init_device_mesh(world.device.type, (world.size,))
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in decoder_layers(model):
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    # The rest (embedding, head, last norm) stays whole after its forward: the loss reads the teacher's head in the student's call.
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    return model
+FOLDER = "sharded_state"
 
 
 def whole_weights(model: nn.Module) -> dict[str, Any]:
@@ -46,15 +25,21 @@ def whole_weights(model: nn.Module) -> dict[str, Any]:
 
 
 def save_sharded(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    weights, state = get_state_dict(model, _plain(optimizer))
-    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder / STATE)
+    weights, state = get_state_dict(model, _unwrapped(optimizer))
+    save_tensors(_tensors(weights, state), folder / FOLDER, dist.group.WORLD)
 
 
 def load_sharded(model: nn.Module, optimizer: Any, folder: Path) -> None:
-    weights, state = get_state_dict(model, _plain(optimizer))
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder / STATE)
-    set_state_dict(model, _plain(optimizer), model_state_dict=weights, optim_state_dict=state)
+    """Hyper-parameters are the optimizer's own: the settings and the scheduler make them."""
+    weights, state = get_state_dict(model, _unwrapped(optimizer))
+    load_tensors(_tensors(weights, state), folder / FOLDER, dist.group.WORLD)
+    set_state_dict(model, _unwrapped(optimizer), model_state_dict=weights, optim_state_dict=state)
 
 
-def _plain(optimizer: Any) -> torch.optim.Optimizer:
+def _tensors(weights: dict[str, Any], state: dict[str, Any]) -> dict[str, Tensor]:
+    moments = {f"optimizer.{name}.{key}": value for name, values in state["state"].items() for key, value in values.items()}
+    return {f"model.{name}": tensor for name, tensor in weights.items()} | moments
+
+
+def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)  # accelerate wraps it

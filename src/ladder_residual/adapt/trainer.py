@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,15 +19,18 @@ from torch import Tensor, nn
 from torch.utils.data import SequentialSampler
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
-from ..model import rewire
-from ..train.loss import head_of
+from ..data.corpus_rows import IGNORE_INDEX
+from ..data.packing import RowStore, collate
+from ..models.hf import rewire
+from ..train.loss import chunked_cross_entropy, head_of
+from ..train.stop_signal import StopSignal
+from .checkpoints import LATEST, check_moments, checkpoints, complete, last_checkpoint, reading, saving, step_of
 from .graphs import GraphedStep
 from .objective import Counts, Objective
-from .rows import IGNORED, RowStore, collate
-from .settings import Settings
-from .sharded import load_sharded, save_sharded, whole_weights
+from .settings import AdaptSettings
+from .sharded_state import load_sharded, save_sharded, whole_weights
 
-LATEST = "checkpoint-"
+OPTIMIZER = "optimizer.pt"
 
 
 class Diverged(ValueError):
@@ -39,7 +42,7 @@ class AdaptTrainer(Trainer):
 
     def __init__(
         self,
-        settings: Settings,
+        settings: AdaptSettings,
         student: nn.Module,
         inner: PreTrainedModel,
         objective: Objective,
@@ -58,7 +61,7 @@ class AdaptTrainer(Trainer):
         super().__init__(
             student, args, data_collator=partial(collate, padded=rows.padded), train_dataset=rows, callbacks=callbacks
         )
-        self.model_accepts_loss_kwargs = True  # our sums are divided by counts over all accumulation steps and ranks
+        self.model_accepts_loss_kwargs = True  # our losses are divided by counts over all accumulation steps and ranks
         if sharded:
             # Sharded already: no DDP around it, nothing to place.
             self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
@@ -96,13 +99,12 @@ class AdaptTrainer(Trainer):
 
     def parts(self, model: nn.Module, inputs: Any, counts: Counts, hidden_weight: Tensor | float = 0.0) -> dict[str, Tensor]:
         extra: dict[str, Any] = {}
-        if self.objective.mixture is not None:
+        if self.objective.distill is not None:
             assert self.teacher is not None
             layers = self.objective.layers if isinstance(hidden_weight, Tensor) or hidden_weight else ()
             with torch.no_grad():
-                lesson = self.teacher(input_ids=inputs["input_ids"], layers=layers)
-            extra = {"lesson": lesson, "lesson_head": head_of(self.teacher)}
-            extra["hidden_weight"] = hidden_weight
+                states = self.teacher(input_ids=inputs["input_ids"], layers=layers)
+            extra = {"teacher": states, "teacher_head": head_of(self.teacher), "hidden_weight": hidden_weight}
         return model(**inputs, counts=counts, **extra)
 
     def hidden_weight(self) -> float:
@@ -145,9 +147,27 @@ class AdaptTrainer(Trainer):
                 divergence += float(parts.get("divergence", 0.0)) * float(counts.tokens)
                 del parts
         result = {"loss": cross_entropy / learned, "tokens": tokens}
-        if self.objective.mixture is not None:
+        if self.objective.distill is not None:
             result["kl"] = divergence / tokens
         return result
+
+    def measure_teacher(self, store: RowStore, rows: int) -> float | None:
+        """The teacher's own mean loss on these rows, None without a teacher."""
+        if self.teacher is None:
+            return None
+        micro, rows = self.args.per_device_train_batch_size, min(rows, len(store))
+        rows = rows // micro * micro or rows  # the rows that ``measure`` measures
+        total = learned = 0.0
+        with torch.no_grad():
+            for start in range(0, rows, micro):
+                batch = collate([store.row(index) for index in range(start, min(start + micro, rows))])
+                batch = {name: value.to(self.args.device) for name, value in batch.items()}
+                counts = count([batch], self.args.device, across_ranks=False)
+                hidden = self.teacher(input_ids=batch["input_ids"]).hidden
+                loss = chunked_cross_entropy(hidden, head_of(self.teacher), batch["labels"], divisor=counts.learned)
+                total += float(loss.cross_entropy) * float(counts.learned)
+                learned += float(counts.learned)
+        return total / learned
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         outcome = super().train(*args, **kwargs)
@@ -225,8 +245,9 @@ class AdaptTrainer(Trainer):
             finally:
                 self._saving_to = None
             _barrier(self.args.world_size)
+            name = f"{LATEST}{self.state.global_step}"
+            complete(scratch / name, self.state.global_step)
             if self.args.should_save:
-                name = f"{LATEST}{self.state.global_step}"
                 shutil.rmtree(folder / name, ignore_errors=True)
                 (scratch / name).rename(folder / name)
                 scratch.rmdir()
@@ -248,33 +269,74 @@ class AdaptTrainer(Trainer):
             self._save(output_dir, state_dict=weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """The schedule is a function of the step: nothing of it is saved."""
         if self.sharded:
             save_sharded(self.inner, self.optimizer, Path(output_dir))
-            if self.args.should_save:
-                schedule: Any = self.lr_scheduler
-                torch.save(schedule.state_dict(), Path(output_dir) / "scheduler.pt")
-        else:
-            super()._save_optimizer_and_scheduler(output_dir)
+        elif self.args.should_save:
+            optimizer: Any = self.optimizer
+            torch.save(optimizer.state_dict(), Path(output_dir) / OPTIMIZER)
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if self.sharded and checkpoint is not None:
-            load_sharded(self.inner, self.optimizer, Path(checkpoint))
-            schedule: Any = self.lr_scheduler
-            schedule.load_state_dict(torch.load(Path(checkpoint) / "scheduler.pt", weights_only=True))
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
+    def _init_training_state(self, max_steps: int, *args: Any) -> Any:
+        places = super()._init_training_state(max_steps, *args)
+        self.state.compute_steps(self.args, max_steps)  # of these settings, not of those the checkpoint was saved with
+        return places
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        pickled = [path for path in Path(resume_from_checkpoint).glob("*.bin") if path.name != "training_args.bin"]
+        if pickled:
+            raise ValueError(f"{pickled[0]} are pickled weights, which are never read: the checkpoint's own are safetensors")
         if not self.sharded:  # sharded weights come with the optimizer's state
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
+            with reading(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        own = dict(self.inner.named_parameters())  # a tied head is not among them, and not stored
+        wrong = [*load_result.unexpected_keys, *(name for name in load_result.missing_keys if name in own)]
+        if wrong:
+            raise ValueError(f"its weights are not this model's: {wrong[0]:.80} is on one side only")
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Hyper-parameters are the optimizer's own: the settings and the schedule make them."""
+        if checkpoint is None:
+            return
+        optimizer, schedule, step = cast(Any, self.optimizer), cast(Any, self.lr_scheduler), self.state.global_step
+        settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+        with reading(checkpoint):
+            if self.sharded:
+                load_sharded(self.inner, optimizer, Path(checkpoint))
+            else:
+                optimizer.load_state_dict(torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True))
+            check_moments(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
+        rates = [base * share(step) for base, share in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+        schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates})
+        for group, own, rate in zip(optimizer.param_groups, settings, rates, strict=True):
+            group.update(own | {"lr": rate})
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """bf16 and fp32 have none."""
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with reading(checkpoint or ""):
+            super()._load_rng_state(checkpoint)
+
+
+class StopOnSignal(TrainerCallback):
+    """Ends the run with a checkpoint after the step in which the ranks agree on having received SIGTERM."""
+
+    def __init__(self, stop: StopSignal) -> None:
+        self.stop = stop
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.stop.requested():
+            control.should_save = control.should_training_stop = True
 
 
 class Stages:
     """Progressive conversion: which wiring is in force at which point of the run."""
 
-    def __init__(self, specs: tuple[str, ...], final: str, share: float, tell: Callable[[str], None]) -> None:
+    def __init__(self, specs: tuple[str, ...], final: str, share: float, log: Callable[[str], None]) -> None:
         self.specs = (*specs, final) if not specs or specs[-1] != final else specs
-        self.share, self.tell = share, tell
+        self.share, self.log = share, log
         self.current: str | None = None
 
     def at(self, progress: float) -> str:
@@ -283,52 +345,19 @@ class Stages:
     def enter(self, model: PreTrainedModel, progress: float) -> None:
         if (spec := self.at(progress)) != self.current:
             rewire(model, spec)
-            self.tell(f"stage    {spec} from {100 * progress:.0f} % of the run")
+            self.log(f"stage    {spec} from {100 * progress:.0f} % of the run")
             self.current = spec
 
 
 def count(batches: list[Any], device: torch.device, *, across_ranks: bool = True) -> Counts:
     """Without looking at the values: on CUDA nothing waits."""
     tokens = sum(batch["counted"].sum() if "counted" in batch else batch["labels"].numel() for batch in batches)
-    learned = sum((batch["labels"][:, 1:] != IGNORED).sum() for batch in batches)
+    learned = sum((batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batches)
     totals = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in (tokens, learned)])
     if across_ranks and dist.is_initialized() and dist.get_world_size() > 1:
         dist.all_reduce(totals)
     totals = totals.clamp_min(1)
     return Counts(totals[0], totals[1])
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(LATEST))
-
-
-def checkpoints(folder: Path) -> list[Path]:
-    """Complete ones, oldest first."""
-    found = [path for path in folder.glob(f"{LATEST}*") if path.name.removeprefix(LATEST).isdigit()]
-    return sorted(found, key=step_of)
-
-
-def last_checkpoint(folder: Path, before: int | None = None) -> Path | None:
-    found = [path for path in checkpoints(folder) if before is None or step_of(path) < before]
-    return found[-1] if found else None
-
-
-@contextmanager
-def saving(scratch: Path, step: int, folder: Path, writer: bool) -> Iterator[None]:
-    """Turns a failed write into one message that says what is still there, and clears what was half written."""
-    from safetensors import SafetensorError
-
-    if writer:
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True, exist_ok=True)
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        if writer:
-            shutil.rmtree(scratch, ignore_errors=True)
-        good = last_checkpoint(folder)
-        kept = f"{good} is intact" if good else "there is no earlier one"
-        raise ValueError(f"could not save the checkpoint of step {step} in {folder} ({str(error)[:200]}); {kept}") from error
 
 
 def _drops_out(model: PreTrainedModel) -> bool:

@@ -4,7 +4,7 @@ import sys
 import warnings
 
 try:
-    from ladder_residual import model as _model
+    from ladder_residual.models import hf as _model
 except ImportError as error:
     raise ImportError(
         "this checkpoint has a rewired residual stream that only the package ladder-residual computes: pip install ladder-residual"

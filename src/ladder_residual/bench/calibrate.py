@@ -3,67 +3,25 @@
     ladder bench calibrate --tp 2 -o my-host.toml
     ladder plan --model llama-3.1-8b --hardware my-host.toml --device here --link here --tp 2
 
-The constants come from products, from sums, and from decode steps without communication; a step of another batch and one with
+The constants come from GEMMs, from all-reduces, and from decode steps without communication; a step of another batch and one with
 communication are predicted with them and printed beside what they took.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
-
-from ..launch import on_ranks
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..parallel import World
+    from ..distributed.world import World
+    from ..models.presets import ModelShape
     from ..plan.hardware import Hardware
-    from ..presets import ModelShape
     from .calibrate_measure import Sizes
 
 CALIBRATED_BATCHES = (1, 4)  # the gaps of a module with one row, and with more
 CHECKED_BATCH = 8
-
-
-def calibrate_command(
-    out: Annotated[Path, typer.Option("--out", "-o", help="The TOML file to write, for `ladder plan --hardware`.")],
-    tp: Annotated[
-        int | None, typer.Option("--tp", help="Ranks that measure together; from 2 on their link is measured too.")
-    ] = None,
-    name: Annotated[str, typer.Option(help="Name of the device and of the link in the file.")] = "here",
-    dtype: Annotated[
-        str, typer.Option(help="auto (float32 on a CPU, bfloat16 on CUDA), float32, bfloat16 or float16.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-) -> None:
-    """Measure this host and write it as a device and a link of `ladder plan`."""
-    check_name(name)
-    on_ranks(tp)
-    from ..parallel import distributed
-
-    with distributed(device) as world:
-        result = calibrate(world, name=name, dtype=dtype)
-        if not world.is_main:
-            return
-        text = result.pop("toml")
-        try:
-            out.parent.mkdir(parents=True, exist_ok=True)
-            out.write_text(text)
-        except OSError as error:
-            raise ValueError(f"cannot write {out}: {error.strerror}") from error
-        print(text)
-        for row in result["checks"]:
-            print(
-                f"check: a {row['wiring']} step of {result['step_model']}, batch {row['batch']}: measured {row['measured_ms']:.2f} ms, "
-                f"planned {row['planned_ms']:.2f} ms ({row['error_percent']:+.0f} %)"
-            )
-        link = f" --link {name}" if world.size > 1 else ""
-        print(f"wrote {out}; use it: ladder plan --model llama-3.1-8b --hardware {out} --device {name}{link} --tp {world.size}")
-        print(json.dumps(result))
 
 
 def check_name(name: str) -> None:
@@ -75,10 +33,10 @@ def calibrate(
     world: World, *, name: str = "here", dtype: str = "auto", shape: ModelShape | None = None, sizes: Sizes | None = None
 ) -> dict[str, Any]:
     """Measure, fit, check. Every rank takes part; the result (with the file as ``toml``) is the same on all."""
-    from ..loading import DTYPES
+    from ..common.environment import environment
+    from ..models.loading import DTYPES
     from ..plan.calibration import device_toml, link_toml
     from .calibrate_measure import measure_link, measure_rates, measure_step, step_model, step_shape
-    from .environment import environment
 
     check_name(name)
     if dtype == "auto":
@@ -154,7 +112,7 @@ def read_toml(text: str) -> Hardware:
 
 
 def _case(hardware: Hardware, name: str, shape: ModelShape, tp: int, batch: int, *, quiet: bool) -> Any:
-    from ..plan.hardware import Link
+    from ..links.link import Link
     from ..plan.planner import Case, engine_on
     from .calibrate_measure import STEP_PROMPT
 

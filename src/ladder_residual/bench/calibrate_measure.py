@@ -1,4 +1,4 @@
-"""What ``ladder bench calibrate`` times: reading, multiplying, whole steps, and sums over the link.
+"""What ``ladder bench calibrate`` times: reading, multiplying, whole steps, and all-reduces over the link.
 
 With several ranks all of them measure at once, as they will compute at once, and the slowest counts; of the repeats the best
 counts, as other programs only ever slow a host down. The planner reckons with numbers of 2 bytes; with wider ones its bytes are
@@ -16,15 +16,17 @@ import torch
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from ..parallel import World
+from ..core.reduce import Reducer
+from ..distributed.world import World
+from ..generation.decode_loop import DecodeLoop, synchronize
+from ..models.presets import ModelShape
+from ..models.random_weights import random_model
 from ..plan.cost import DTYPE_BYTES as UNIT_BYTES
-from ..presets import ModelShape
-from ..reduce import Reducer
-from .overlap import COMPUTE, _agree, _Decoder, _sync, random_model
+from .overlap import COMPUTE
 
 MESSAGE_BYTES = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20)
 FEW_ROWS = 4
-BACK_TO_BACK = 8  # sums in a row, so that ranks that leave the barrier at different times do not count
+BACK_TO_BACK = 8  # all-reduces in a row, so that ranks that leave the barrier at different times do not count
 STEP_MODEL, STEP_LAYERS, STEP_PROMPT = "ladder-1b", 4, 16
 
 
@@ -34,7 +36,7 @@ class Sizes:
 
     matrix: int  # rows and columns of a square matrix
     matrices: int
-    rows: int  # of the product that is limited by multiplying
+    rows: int  # of the GEMM that is limited by FLOPs
 
 
 SIZES = {"cpu": Sizes(2048, 12, 512), "cuda": Sizes(8192, 16, 8192)}
@@ -54,13 +56,13 @@ def _best_seconds(call: Callable[[], object], world: World, repeats: int) -> flo
     call()
     times = []
     for _ in range(repeats):
-        _sync(world.device)
+        synchronize(world.device)
         world.barrier()
         start = time.perf_counter()
         call()
-        _sync(world.device)
+        synchronize(world.device)
         times.append(time.perf_counter() - start)
-    return min(_agree(times, world))
+    return min(world.slowest(times))
 
 
 @torch.inference_mode()
@@ -72,18 +74,18 @@ def measure_rates(world: World, dtype: torch.dtype, sizes: Sizes | None = None, 
     vector, few, block = (torch.randn(rows, n, device=world.device).to(dtype) for rows in (1, FEW_ROWS, sizes.rows))
     reading = _best_seconds(lambda: [F.linear(vector, weight) for weight in weights], world, repeats)
     batched = _best_seconds(lambda: [F.linear(few, weight) for weight in weights], world, repeats)
-    # On a CPU core a product of few rows reads, then multiplies; a GPU hides the one behind the other.
+    # On a CPU core a GEMM of few rows reads, then multiplies; a GPU hides the one behind the other.
     few_share = FEW_ROWS / sizes.rows if world.device.type == "cpu" else 0.0
     multiplying = _best_seconds(lambda: F.linear(block, weights[0]), world, repeats)
     return Rates(
-        memory_gb=_memory_bytes(world) * UNIT_BYTES / dtype.itemsize / 1e9,
+        memory_gb=memory_bytes(world) * UNIT_BYTES / dtype.itemsize / 1e9,
         read_gbs=UNIT_BYTES * n * n * len(weights) / reading / 1e9,
         tflops=2 * sizes.rows * n * n / multiplying / 1e12,
         batched_read_share=min(1.0, reading / max(reading, batched - len(weights) * multiplying * few_share)),
     )
 
 
-def _memory_bytes(world: World) -> float:
+def memory_bytes(world: World) -> float:
     if world.device.type == "cuda":
         return torch.cuda.mem_get_info(world.device)[1]
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / world.size  # the ranks of a host share it
@@ -93,16 +95,16 @@ def _memory_bytes(world: World) -> float:
 def measure_link(
     world: World, dtype: torch.dtype, sizes: Sequence[int] = MESSAGE_BYTES, repeats: int = 15
 ) -> list[tuple[float, float]]:
-    """(bytes in the planner's units, microseconds) of one sum of each size."""
+    """(bytes in the planner's units, microseconds) of one all-reduce of each size."""
     reducer, samples = world.reducer(), []
     for size in sizes:
         message = torch.zeros(size // dtype.itemsize, dtype=dtype, device=world.device)
 
-        def sums(message: torch.Tensor = message) -> None:
+        def reduces(message: torch.Tensor = message) -> None:
             for _ in range(BACK_TO_BACK):
                 reducer.start(message).wait()
 
-        seconds = _best_seconds(sums, world, repeats) / BACK_TO_BACK
+        seconds = _best_seconds(reduces, world, repeats) / BACK_TO_BACK
         samples.append((size * UNIT_BYTES / dtype.itemsize, 1e6 * seconds))
     return samples
 
@@ -117,9 +119,9 @@ def step_model(world: World, dtype: torch.dtype, shape: ModelShape) -> PreTraine
 
 @torch.inference_mode()
 def measure_step(world: World, model: PreTrainedModel, wiring: str, batch: int, repeats: int = 15) -> float:
-    """Milliseconds of a decode step; ``no-comm`` leaves out the sums of embedding and logits as well."""
+    """Milliseconds of a decode step; ``no-comm`` leaves out the all-reduce of the embedding and the gather of the logits as well."""
     reducer = Reducer() if wiring == COMPUTE else world.reducer()
-    decoder = _Decoder(model, wiring, reducer, batch, STEP_PROMPT, world.device)
+    decoder = DecodeLoop(model, wiring, reducer, batch, STEP_PROMPT, world.device)
     for _ in range(2):
         decoder.step()
 

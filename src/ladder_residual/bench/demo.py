@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import io
 import json
+import sys
 import tempfile
 from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from .launch import launch
+from ..distributed.launch import launch, run_command
 
 PROMPT = "Once upon a time, there was a little girl"
 WIRINGS = ("standard", "ladder:last-half", "ladder")
@@ -25,15 +26,33 @@ LATENCY_SECONDS = 3e-4  # about the time of one module of this model on a small 
 
 def demo_directory() -> Path:
     """The shipped checkpoint (stories260K, see its NOTICE.md)."""
-    return Path(str(resources.files("ladder_residual").joinpath("data", "demo")))
+    return Path(str(resources.files("ladder_residual").joinpath("assets", "demo")))
+
+
+def export_demo(target: str | Path) -> Path:
+    """Write the tiny checkpoint that the package ships, to try everything else on without a network.
+
+    Args:
+        target: Directory to write.
+
+    Returns:
+        The directory. It holds a Llama of 5 layers and 260 thousand parameters, and ``stories.txt``, text that it was not trained on.
+
+    Examples:
+        >>> export_demo("stories-copy").name
+        'stories-copy'
+    """
+    from ..models.convert import convert
+
+    return convert(demo_directory(), target, "standard", copy=True).target
 
 
 def zero_shot_loss(directory: Path, wiring: str, stories: int = 20) -> float:
     """Mean next-token loss, in nats, on stories the model was not trained on, before any retraining."""
     import torch
 
-    from .generate import load_tokenizer
-    from .loading import load_model
+    from ..generation.tokenizer import load_tokenizer
+    from ..models.loading import load_model
 
     tokenizer = load_tokenizer(directory)
     model = load_model(directory, wiring=wiring)
@@ -46,10 +65,12 @@ def zero_shot_loss(directory: Path, wiring: str, stories: int = 20) -> float:
 
 def rank_main(workdir: Path) -> None:
     """What each of the two ranks does: generate with every wiring, then measure them over a slow link."""
-    from .bench.overlap import measure_overlap
-    from .generate import Sampling, complete, load_tokenizer
-    from .loading import load_model
-    from .parallel import distributed
+    from ..distributed.world import distributed
+    from ..generation.completion import complete
+    from ..generation.sampling import Sampling
+    from ..generation.tokenizer import load_tokenizer
+    from ..models.loading import load_model
+    from .overlap import measure_overlap
 
     with distributed("cpu") as world:
         directory = demo_directory()
@@ -70,11 +91,13 @@ def run(write: Callable[[str], None]) -> dict[str, Any]:
     from rich.console import Console
     from rich.table import Table
 
-    from .convert import convert, describe
-    from .generate import Sampling, complete, load_tokenizer
-    from .hf_config import wiring_of
-    from .loading import load_model
-    from .parallel import World
+    from ..distributed.world import World
+    from ..generation.completion import complete
+    from ..generation.sampling import Sampling
+    from ..generation.tokenizer import load_tokenizer
+    from ..models.convert import convert, describe
+    from ..models.hf_config import wiring_of
+    from ..models.loading import load_model
 
     with tempfile.TemporaryDirectory(prefix="ladder-demo-") as scratch:
         workdir = Path(scratch)
@@ -91,7 +114,7 @@ def run(write: Callable[[str], None]) -> dict[str, Any]:
             losses[wiring] = zero_shot_loss(conversion.target, wiring)
             write(f"   [{wiring_of(model.config).spec}] {PROMPT}{texts[wiring].replace(chr(10), ' ')} ...")
         write(f"\n3. The same on {RANKS} processes (tensor parallel), over a link slowed by {1e6 * LATENCY_SECONDS:.0f} us.\n")
-        if launch(["demo-ranks", str(workdir)], RANKS) != 0:
+        if launch([str(workdir)], RANKS, module="ladder_residual.bench.demo") != 0:
             raise RuntimeError("the two-process part of the demo failed; its messages are above")
         ranks = json.loads((workdir / "ranks.json").read_text(encoding="utf-8"))
     overlap = ranks["overlap"]
@@ -122,3 +145,7 @@ def run(write: Callable[[str], None]) -> dict[str, Any]:
     if not same:
         raise RuntimeError("the text on several processes differs from the text on one: this is a bug, please report it")
     return {"losses": losses, "same_text": same, **ranks}
+
+
+if __name__ == "__main__":  # one of the ranks
+    run_command(lambda: rank_main(Path(sys.argv[1])))

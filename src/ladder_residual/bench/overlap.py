@@ -1,129 +1,40 @@
 """How much of the communication each wiring hides: decode steps of one model over a link of chosen latency, on real ranks.
 
 Wirings are measured in one run, interleaved, so that a busy machine slows all of them alike. Two bounds frame the result: the
-step without any communication (compute), and the sums of a step done back to back (communication). Standard takes about their
-sum; nothing that sends the same messages can be faster than the larger one.
+step without any communication (compute), and the all-reduces of a step done back to back (communication). Standard takes about
+their sum; nothing that sends the same messages can be faster than the larger one.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
-from ..candidates import GREEDY
-from ..config import Wiring
-from ..families import family_of
-from ..loading import DTYPES, load_model, place_parameters, restore_buffers, set_reducers
-from ..memory import require
-from ..model import decoder_layers, ladder_classes, place_layers
-from ..parallel import World
-from ..presets import ModelShape
-from ..reduce import Reducer
-from ..sharding import Cut, check_divides
-from .environment import environment
+from ..common.environment import environment
+from ..common.markdown import table
+from ..core.reduce import Reducer
+from ..distributed.world import World
+from ..generation.decode_loop import DecodeLoop, synchronize
+from ..models.candidates import GREEDY
+from ..models.random_weights import load_or_random_model
+from .timing import quartiles
 
 COMPUTE = "no-comm"  # the wiring whose time is the compute bound
 
 
-def random_model(
-    shape: ModelShape,
-    world: World,
-    dtype: torch.dtype = torch.float32,
-    *,
-    uneven: bool = False,
-    reducer: Reducer | None = None,
-) -> PreTrainedModel:
-    """This rank's share of a Llama of ``shape`` with random weights: for measurements of speed only."""
-    config_class, _ = ladder_classes("llama")
-    config = config_class(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied_embeddings,
-        max_position_embeddings=131072,
-    )
-    from ..families import FAMILIES
-
-    check_divides(shape, FAMILIES["llama"], world.size, uneven)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / world.size
-    require(
-        need, world.device, f"a rank of {shape.num_layers} random layers", "use a smaller --model, fewer --layers or more ranks"
-    )
-    restore_buffers(model, world.device)
-    generator = torch.Generator(world.device).manual_seed(world.rank)
-
-    def draw(name: str, whole: tuple[int, ...], cut: Cut | None) -> torch.Tensor:
-        local = cut.local_shape(whole) if cut else whole
-        if len(local) == 1:
-            return torch.ones(local, dtype=dtype, device=world.device)
-        return torch.empty(local, dtype=dtype, device=world.device).normal_(0, 0.02, generator=generator)
-
-    place_parameters(model, draw, shape, FAMILIES["llama"], world)
-    set_reducers(model, reducer or world.reducer())
-    return model.eval()
-
-
-class _Decoder:
-    """One wiring's running sequence. The model's weights are shared by all wirings; only the placement of its layers changes."""
-
-    def __init__(
-        self, model: PreTrainedModel, spec: str, reducer: Reducer, batch: int, prompt: int, device: torch.device
-    ) -> None:
-        self.model, self.reducer = model, reducer
-        self.wiring = Wiring.parse(spec, model.config.num_hidden_layers)
-        self.cache = DynamicCache(config=model.config)
-        generator = torch.Generator().manual_seed(0)
-        self.token = torch.randint(0, model.config.vocab_size, (batch, prompt), generator=generator).to(device)
-        self.prompt = prompt
-        self.norms: list[tuple[Any, str, Any]] = []
-        if name := family_of(model.config.to_dict()).mlp_norm:
-            if any(not hasattr(layer, name) for layer in decoder_layers(model)):
-                raise ValueError("the checkpoint's wiring is parallel: its layers lack a norm that the other wirings need")
-            self.norms = [(layer, name, getattr(layer, name)) for layer in decoder_layers(model)]
-
-    def step(self) -> None:
-        self.rewire()
-        self.forward()
-
-    def forward(self) -> None:
-        logits = self.model(self.token, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
-        self.token = logits[:, -1:].argmax(-1)
-
-    def rewire(self) -> None:
-        for layer, name, norm in self.norms:  # a parallel wiring before this one has taken them away
-            setattr(layer, name, norm)
-        self.model.config.wiring = self.wiring.spec
-        place_layers(self.model)
-        set_reducers(self.model, self.reducer)
-
-    def rewind(self) -> None:
-        """Back to the end of the prompt, so that every measured step sees the same context."""
-        surplus = self.cache.get_seq_length() - self.prompt
-        if surplus > 0:
-            self.cache.crop(-surplus)
-
-
-class _Prefill(_Decoder):
+class _Prefill(DecodeLoop):
     """Every step reads the whole prompt anew."""
 
     def forward(self) -> None:
         self.model(self.token, use_cache=False, logits_to_keep=1)
 
 
-class _EndToEnd(_Decoder):
+class _EndToEnd(DecodeLoop):
     """Every step reads the prompt anew and writes ``new`` tokens after it."""
 
     new = 1
@@ -135,12 +46,7 @@ class _EndToEnd(_Decoder):
             token = logits[:, -1:].argmax(-1)
 
 
-PHASES: dict[str, type[_Decoder]] = {"decode": _Decoder, "prefill": _Prefill, "e2e": _EndToEnd}
-
-
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+PHASES: dict[str, type[DecodeLoop]] = {"decode": DecodeLoop, "prefill": _Prefill, "e2e": _EndToEnd}
 
 
 def _communication(reducer: Reducer, message: torch.Tensor, count: int, repeats: int, world: World) -> list[float]:
@@ -150,28 +56,12 @@ def _communication(reducer: Reducer, message: torch.Tensor, count: int, repeats:
         start = time.perf_counter()
         for _ in range(count):
             reducer.start(message).wait()
-        _sync(world.device)
+        synchronize(world.device)
         times.append(time.perf_counter() - start)
     return times
 
 
-def _agree(seconds: list[float], world: World) -> list[float]:
-    """A step is over when the slowest rank is: the largest time of each repeat."""
-    if world.size == 1:
-        return seconds
-    stacked = torch.tensor(seconds, dtype=torch.float64, device=world.device)
-    world.settle()
-    torch.distributed.all_reduce(stacked, op=torch.distributed.ReduceOp.MAX, group=world.group)
-    return stacked.tolist()
-
-
-def _summary(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    quartiles = statistics.quantiles(ordered, n=4)
-    return {"median_ms": 1e3 * statistics.median(ordered), "p25_ms": 1e3 * quartiles[0], "p75_ms": 1e3 * quartiles[2]}
-
-
-def _shorter_module(decoder: _Decoder, model: Any) -> float:
+def _shorter_module(decoder: DecodeLoop, model: Any) -> float:
     """Seconds the shorter of a layer's two modules computes: the largest latency that a ladder can hide entirely."""
     layer = model.base_model.layers[len(model.base_model.layers) // 2]
     family = layer.placement.family
@@ -208,11 +98,11 @@ def measure_overlap(
     phase: str = "decode",
     reducer: Reducer | None = None,
 ) -> dict[str, Any]:
-    """Steps of every wiring, interleaved. ``latency`` is the emulated time of a sum in seconds; None picks the time of one
-    module (the shorter one of a layer). ``reducer`` replaces the default one where no latency is emulated. A step of phase
+    """Steps of every wiring, interleaved. ``latency`` is the emulated time of an all-reduce in seconds; None picks the time of
+    one module (the shorter one of a layer). ``reducer`` replaces the default one where no latency is emulated. A step of phase
     ``e2e`` is a prompt and ``new`` tokens."""
     if world.size < 2:
-        raise ValueError("hiding sums over ranks needs at least two of them: run with --tp 2")
+        raise ValueError("hiding all-reduces needs at least two ranks: run with --tp 2")
     if phase not in PHASES:
         raise ValueError(f"unknown phase {phase!r}; choose {', '.join(PHASES)}")
     if new < 1:
@@ -224,7 +114,7 @@ def measure_overlap(
     names = list(dict.fromkeys(["standard", *wirings, COMPUTE]))
     plain = reducer or world.reducer()
 
-    def decoders(reducer: Reducer, specs: list[str]) -> dict[str, _Decoder]:
+    def decoders(reducer: Reducer, specs: list[str]) -> dict[str, DecodeLoop]:
         made = {spec: PHASES[phase](model, spec, reducer, batch, prompt, world.device) for spec in specs}
         for decoder in made.values():
             if isinstance(decoder, _EndToEnd):
@@ -233,7 +123,7 @@ def measure_overlap(
                 decoder.step()
         return made
 
-    def rounds(made: dict[str, _Decoder], count: int) -> dict[str, list[float]]:
+    def rounds(made: dict[str, DecodeLoop], count: int) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {spec: [] for spec in made}
         for _ in range(count):
             for spec, decoder in made.items():
@@ -242,9 +132,9 @@ def measure_overlap(
                 world.barrier()
                 start = time.perf_counter()
                 decoder.forward()
-                _sync(world.device)
+                synchronize(world.device)
                 times[spec].append(time.perf_counter() - start)
-        return {spec: _agree(seconds, world) for spec, seconds in times.items()}
+        return {spec: world.slowest(seconds) for spec, seconds in times.items()}
 
     if latency is None:
         latency = world.broadcast(_shorter_module(decoders(plain, [COMPUTE])[COMPUTE], model))
@@ -260,7 +150,7 @@ def measure_overlap(
     communication = 0.0
     for length in sorted(set(passes)):
         message = torch.zeros(batch, length, config.hidden_size, dtype=model.dtype, device=world.device)
-        once = statistics.median(_agree(_communication(reducer, message, modules, 10, world), world))
+        once = statistics.median(world.slowest(_communication(reducer, message, modules, 10, world)))
         communication += passes.count(length) * once
     compute = statistics.median(times[COMPUTE])
     standard = statistics.median(times["standard"])
@@ -272,7 +162,7 @@ def measure_overlap(
         rows.append(
             {
                 "wiring": spec,
-                **_summary(times[spec]),
+                **quartiles(times[spec]),
                 "tokens_per_s": batch * tokens / step,
                 "speedup": standard / step,
                 "over_bound": step / bound,
@@ -282,7 +172,7 @@ def measure_overlap(
     return {
         "benchmark": "overlap",
         "phase": phase,
-        "link": f"this host's link + {1e6 * latency:.0f} us emulated latency per sum"
+        "link": f"this host's link + {1e6 * latency:.0f} us emulated latency per all-reduce"
         if latency
         else "this host's link as it is",
         "latency_us": 1e6 * latency,
@@ -291,7 +181,7 @@ def measure_overlap(
         "prompt": prompt,
         "layers": config.num_hidden_layers,
         "hidden_size": config.hidden_size,
-        "sums_per_step": modules * len(passes),
+        "all_reduces_per_step": modules * len(passes),
         "message_bytes": message.numel() * message.element_size(),
         "compute_ms": 1e3 * compute,
         "communication_ms": 1e3 * communication,
@@ -304,34 +194,17 @@ def measure_overlap(
 
 def markdown_table(result: dict[str, Any]) -> str:
     """The rows of a result, for README and docs."""
-    lines = ["| wiring | ms per step | tokens/s | speed-up | communication hidden |", "|---|---|---|---|---|"]
+    rows = []
     for row in result["rows"]:
         name = "no communication (bound)" if row["wiring"] == COMPUTE else row["wiring"]
-        share = "" if row["wiring"] in ("standard", COMPUTE) else f"{row['hidden_percent']:.0f} %"
-        lines.append(
-            f"| {name} | {row['median_ms']:.1f} ({row['p25_ms']:.1f}-{row['p75_ms']:.1f}) | {row['tokens_per_s']:.1f} "
-            f"| {row['speedup']:.2f}x | {share} |"
-        )
-    lines.append("")
-    lines.append(
-        f"{result['date']}, {result['machine']}, {result['link']}, torch {result['torch']}; compute {result['compute_ms']:.1f} ms, "
-        f"communication {result['communication_ms']:.1f} ms a step."
+        step = f"{row['median_ms']:.1f} ({row['p25_ms']:.1f}-{row['p75_ms']:.1f})"
+        hidden = "" if row["wiring"] in ("standard", COMPUTE) else f"{row['hidden_percent']:.0f} %"
+        rows.append((name, step, f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", hidden))
+    return (
+        table(("wiring", "ms per step", "tokens/s", "speed-up", "communication hidden"), rows)
+        + f"\n{result['date']}, {result['machine']}, {result['link']}, torch {result['torch']}; "
+        f"compute {result['compute_ms']:.1f} ms, communication {result['communication_ms']:.1f} ms a step.\n"
     )
-    return "\n".join(lines) + "\n"
-
-
-def model_of(
-    source: str, world: World, *, layers: int | None = None, dtype: str = "float32", uneven: bool = False
-) -> PreTrainedModel:
-    """This rank's share of a checkpoint directory, or of a published shape with random weights and perhaps fewer layers."""
-    if Path(source).is_dir():
-        if layers is not None:
-            raise ValueError(f"--layers {layers} shortens a published shape; {source} is a checkpoint and measured whole")
-        return load_model(source, world, dtype=dtype, uneven=uneven)
-    if dtype not in DTYPES:
-        raise ValueError(f"random weights have no dtype of their own: got {dtype!r}, choose {', '.join(DTYPES)}")
-    shape = ModelShape.from_name(source)
-    return random_model(replace(shape, num_layers=layers) if layers else shape, world, DTYPES[dtype], uneven=uneven)
 
 
 def run(
@@ -349,8 +222,23 @@ def run(
     new: int = 1,
 ) -> dict[str, Any]:
     """The command: ``source`` is a checkpoint directory or the name of a published shape (random weights)."""
-    model = model_of(source, world, layers=layers, dtype=dtype)
+    model = load_or_random_model(source, world, layers=layers, dtype=dtype)
     result = measure_overlap(
         world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats, phase=phase, new=new
     )
     return {"model": source, "weights": "checkpoint" if Path(source).is_dir() else "random", **result}
+
+
+def run_cases(
+    world: World, *, source: str, phase: str, batches: list[int], latencies: list[float | None], **options: Any
+) -> dict[str, Any]:
+    """``run`` for every batch and latency, as one result: a row per case and wiring."""
+    parts = [
+        run(world, source=source, latency=latency, batch=batch, phase=phase, **options)
+        for batch in batches
+        for latency in latencies
+    ]
+    of_case = ("batch", "link", "compute_ms", "communication_ms", "bound_ms")
+    rows = [{**{name: part[name] for name in of_case}, **row} for part in parts for row in part["rows"]]
+    shared = {name: value for name, value in parts[0].items() if all(part[name] == value for part in parts)}
+    return {**shared, "benchmark": phase, "rows": rows}

@@ -1,12 +1,12 @@
-"""The card's own limit: how fast a kernel that only reads can read. Measured, because datasheets promise more."""
+"""The read bandwidth of a GPU: how fast a kernel that only reads can read. Measured, because datasheets promise more."""
 
 from __future__ import annotations
 
 from statistics import median
 
 import torch
-
-from ._triton import tl, triton
+import triton
+import triton.language as tl
 
 
 @triton.jit

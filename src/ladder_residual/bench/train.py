@@ -1,8 +1,8 @@
 """Training steps under tensor parallelism: how much of the link each wiring hides, forward and backward.
 
-On CPUs: real ranks over this host's link, each sum made to last as long as asked. On a GPU: one rank of ``tp`` holds its slice of the
-model and runs real forward and backward passes; a sum is a copy on another stream that lasts as long as the emulated link says. All
-wirings are measured in one run on the same weights, interleaved.
+On CPUs: real ranks over this host's link, each all-reduce made to last as long as asked. On a GPU: one rank of ``tp`` holds its shard
+of the model and runs real forward and backward passes; an all-reduce is a copy on another stream that lasts as long as the emulated
+link says. All wirings are measured in one run on the same weights, interleaved.
 """
 
 from __future__ import annotations
@@ -16,49 +16,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..config import Wiring
-from ..engine.emulate import Link, parse_link
-from ..loading import DTYPES, set_reducers
-from ..model import place_layers
-from ..parallel import World, finish_gradients
-from ..presets import ModelShape
-from ..reduce import GroupReducer, Reducer, Sum
-from ..train.compiling import compile_blocks
+from ..common.environment import environment
+from ..common.units import read_seconds
+from ..core.config import Wiring
+from ..core.reduce import GroupReducer, Reducer, ReduceWork
+from ..distributed.world import EmulatedRank, Rank, World
+from ..generation.decode_loop import synchronize
+from ..links import Link, parse_link
+from ..models.hf import place_layers
+from ..models.loading import DTYPES, set_reducers
+from ..models.presets import ModelShape
+from ..models.random_weights import random_model
+from ..train.compile import compile_layers
+from ..train.gradients import finish_gradients
 from ..train.loss import chunked_cross_entropy, head_of
-from .environment import environment
-from .overlap import COMPUTE, _agree, _summary, _sync, random_model
+from .overlap import COMPUTE
+from .timing import quartiles
 
-PROGRAMS = 24  # of the copy that stands for an all-reduce: about as many multiprocessors as NCCL takes for large messages
+PROGRAMS = 24  # of the copy that stands for an all-reduce: about as many SMs as NCCL takes for large messages
 
 
-class _Lasting(Sum):
+class _EmulatedHandle(ReduceWork):
     def __init__(self, message: Tensor, total: Tensor, done: torch.cuda.Event) -> None:
-        self.message, self.total, self.done = message, total, done  # kept until the sum is there: another stream uses them
+        self.message, self.total, self.done = message, total, done  # kept until the copy is done: another stream uses them
 
-    def finish(self) -> Tensor:
+    def wait(self) -> Tensor:
         torch.cuda.current_stream().wait_event(self.done)
         return self.total
 
 
 class EmulatedRankReducer(GroupReducer):
-    """One rank of ``size`` on a GPU that has no peers: what it sums is its own partial, after the time the link would take."""
+    """One rank of ``size`` on a GPU that has no peers: an all-reduce returns its own partial, after the time the link takes."""
 
     def __init__(self, size: int, link: Link, device: torch.device) -> None:
         self.size, self.rank, self.link = size, 0, link
         self.stream = torch.cuda.Stream(device, priority=-1)
 
-    def launch(self, partial: Tensor) -> Sum:
-        from ..engine.kernels_small import copy_that_lasts
+    def launch(self, partial: Tensor) -> ReduceWork:
+        from ..engine.cuda.pdl import PdlMode
+        from ..engine.kernels.elementwise import timed_copy
 
         message = partial.contiguous()
         total = torch.empty_like(message)
-        nanoseconds = round(1000 * self.link.microseconds(message.numel() * message.element_size()))
+        nanoseconds = round(1000 * self.link.us(message.numel() * message.element_size(), self.size))
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
-            copy_that_lasts[(PROGRAMS,)](message, total, message.numel(), nanoseconds, BLOCK=4096, PDL=0, num_warps=16)
+            timed_copy[(PROGRAMS,)](message, total, message.numel(), nanoseconds, BLOCK=4096, PDL=PdlMode.OFF, num_warps=16)
             done = torch.cuda.Event()
             done.record()
-        return _Lasting(message, total, done)
+        return _EmulatedHandle(message, total, done)
 
     def gather(self, local: Tensor) -> Tensor:
         return torch.cat([local] * self.size, dim=-1)
@@ -91,16 +97,16 @@ class _Step:
         """Seconds of forward and backward."""
         device = self.world.device
         self.model.zero_grad(set_to_none=True)
-        _sync(device)
+        synchronize(device)
         started = time.perf_counter()
         hidden = self.model.base_model(self.tokens, use_cache=False).last_hidden_state
         loss = chunked_cross_entropy(hidden, head_of(self.model), self.tokens, compiled=self.compiled).total
-        _sync(device)
+        synchronize(device)
         between = time.perf_counter()
         loss.backward()
         if complete:
             finish_gradients(self.model, self.world)
-        _sync(device)
+        synchronize(device)
         return between - started, time.perf_counter() - between
 
 
@@ -127,13 +133,13 @@ def bench_train(
     shape = ModelShape.from_name(model)
     shape = replace(shape, num_layers=layers or shape.num_layers, vocab_size=vocabulary or shape.vocab_size)
     emulated = world.device.type == "cuda"
-    place = replace(world, rank=0, size=tp) if emulated else world
+    place: Rank = EmulatedRank(tp, device=world.device) if emulated else world
     if place.size < 2:
         raise ValueError("there is nothing to hide on one rank: run with --tp 2 or more")
     built = random_model(shape, place, DTYPES[dtype], reducer=SilentReducer(place.size)).train()
     if compiled:
-        compile_blocks(built)
-    step = _Step(built, batch, sequence, place, compiled)
+        compile_layers(built)
+    step = _Step(built, batch, sequence, world, compiled)
     rows = []
     for link in links:
         make, title = _reducer_for(link, world, place.size, emulated)
@@ -151,7 +157,7 @@ def bench_train(
         "dtype": dtype,
         "compiled": compiled,
         "message_bytes": size,
-        "sums_per_pass": 2 * shape.num_layers + 1,
+        "all_reduces_per_pass": 2 * shape.num_layers + 1,
         "repeats": repeats,
         "rows": rows,
         **({"device": torch.cuda.get_device_name(world.device)} if emulated else {}),
@@ -159,31 +165,16 @@ def bench_train(
     }
 
 
-def bench_train_on_hosts(wire: str, arguments: list[str]) -> dict[str, Any]:
-    """``ladder bench train ARGUMENTS`` between two hosts on this machine with a real wire of ``DELAY[/RATE]`` (needs root)."""
-    from .delayed_link import DelayedLink
-    from .hosts.laboratory import measure_link, run_on_hosts
-    from .hosts.links import Link as WireLink
-
-    chosen = WireLink.parse(wire)
-    with DelayedLink(chosen.seconds, chosen.rate, 2) as link:
-        facts = measure_link(link)
-        result = run_on_hosts(link, ["-m", "ladder_residual", "bench", "train", *arguments], 1800.0)
-    for row in result["rows"]:
-        row["link"] = f"two hosts, {chosen.name}"
-    return {**result, "wire": chosen.name, **facts}
-
-
 def _reducer_for(link: str, world: World, size: int, emulated: bool) -> tuple[Callable[[], Reducer], str]:
     if emulated:
         parsed = parse_link(link, tp=size)
         return (lambda: EmulatedRankReducer(size, parsed, world.device)), f"emulated {parsed.name}"
-    from .commands import read_seconds
-
-    seconds = 0.0 if link in ("none", "0") else read_seconds(link)
+    seconds = read_seconds(link)
     if seconds is None:
         raise ValueError("bench train needs a latency such as 1ms; auto is for decode steps")
-    title = f"this host's link + {1e3 * seconds:g} ms emulated latency per sum" if seconds else "this host's link as it is"
+    title = (
+        f"this host's link + {1e3 * seconds:g} ms emulated latency per all-reduce" if seconds else "this host's link as it is"
+    )
     return (lambda: world.reducer("async", latency=seconds)), title
 
 
@@ -203,16 +194,16 @@ def _measure(
             if turn >= 2:  # the first ones warm up and compile
                 times[spec].append(seconds)
     rows: list[dict[str, Any]] = []
-    whole = {spec: _agree([sum(pair) for pair in pairs], world) for spec, pairs in times.items()}
+    whole = {spec: world.slowest([sum(pair) for pair in pairs]) for spec, pairs in times.items()}
     standard, compute = (statistics.median(whole[spec]) for spec in ("standard", COMPUTE))
     for spec in names:
-        forward, backward = (_agree([pair[part] for pair in times[spec]], world) for part in (0, 1))
+        forward, backward = (world.slowest([pair[part] for pair in times[spec]]) for part in (0, 1))
         median = statistics.median(whole[spec])
         exposed = standard - compute
         rows.append(
             {
                 "wiring": spec,
-                **_summary(whole[spec]),
+                **quartiles(whole[spec]),
                 "forward_ms": 1e3 * statistics.median(forward),
                 "backward_ms": 1e3 * statistics.median(backward),
                 "tokens_per_s": step.tokens.numel() / median,

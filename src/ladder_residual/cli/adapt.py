@@ -8,18 +8,21 @@ from typing import Annotated, Any
 
 import typer
 
-from .settings import (
-    METHODS,
-    OPTIMIZERS,
-    PARALLEL,
-    PRECISIONS,
-    SCHEDULES,
-    TOO_LONG,
-    Settings,
-    Source,
+from ..adapt.settings import (
+    AdaptSettings,
+    DataSource,
+    Method,
+    Optimizer,
+    Parallel,
+    Precision,
+    Schedule,
+    TooLong,
+    check_installed,
+    choices,
     from_mapping,
     read_recipe,
 )
+from .options import Device
 
 
 def adapt(
@@ -33,21 +36,21 @@ def adapt(
     ] = None,
     weight: Annotated[list[float] | None, typer.Option(help="Share of each --data, in the same order.")] = None,
     heldout: Annotated[list[str] | None, typer.Option(help="Text to measure on, never trained on; may be repeated.")] = None,
-    out: Annotated[str | None, typer.Option(help="Directory for the result; default: STUDENT-healed.")] = None,
-    method: Annotated[str | None, typer.Option(help=f"{', '.join(METHODS)}.")] = None,
+    out: Annotated[str | None, typer.Option(help="Directory for the result; default: STUDENT-recovered.")] = None,
+    method: Annotated[str | None, typer.Option(help=f"{choices(Method)}.")] = None,
     control: Annotated[
         bool, typer.Option("--control", help="Train the unchanged model instead, everything else alike.")
     ] = False,
     tokens: Annotated[int | None, typer.Option(help="How many tokens to train on; default: --epochs of the data.")] = None,
-    epochs: Annotated[float | None, typer.Option()] = None,
+    epochs: Annotated[float | None, typer.Option(help="Passes over the data; default: 1.")] = None,
     sequence: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens of an optimizer step, over all ranks.")] = None,
     micro_rows: Annotated[int | None, typer.Option(help="Rows at a time on a device; the rest is accumulated.")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr")] = None,
-    schedule: Annotated[str | None, typer.Option(help=f"{', '.join(SCHEDULES)}.")] = None,
+    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Peak; default: 3e-4.")] = None,
+    schedule: Annotated[str | None, typer.Option(help=f"{choices(Schedule)}.")] = None,
     warmup: Annotated[float | None, typer.Option(help="Share of the steps, or their number if 1 or more.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help=f"{', '.join(OPTIMIZERS)}.")] = None,
-    weight_decay: Annotated[float | None, typer.Option()] = None,
+    optimizer: Annotated[str | None, typer.Option(help=f"{choices(Optimizer)}.")] = None,
+    weight_decay: Annotated[float | None, typer.Option(help="Default: 0.")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of both distributions in distillation.")] = None,
     top_k: Annotated[
         int | None, typer.Option(help="Compare the teacher's k likeliest words; 0 is the whole vocabulary.")
@@ -58,26 +61,26 @@ def adapt(
         list[str] | None, typer.Option(help="Progressive conversion: wirings on the way to the student's own, in order.")
     ] = None,
     stages_share: Annotated[float | None, typer.Option(help="Share of the run until the last stage is reached.")] = None,
-    lora_rank: Annotated[int | None, typer.Option()] = None,
-    too_long: Annotated[str | None, typer.Option(help=f"Chats longer than a row: {', '.join(TOO_LONG)}.")] = None,
-    parallel: Annotated[str | None, typer.Option(help=f"Under torchrun: {', '.join(PARALLEL)} (auto is ddp).")] = None,
-    precision: Annotated[str | None, typer.Option(help=f"{', '.join(PRECISIONS)} (auto: bf16 on a GPU).")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help="Default: 16.")] = None,
+    too_long: Annotated[str | None, typer.Option(help=f"Chats longer than a row: {choices(TooLong)}.")] = None,
+    parallel: Annotated[str | None, typer.Option(help=f"Under torchrun: {choices(Parallel)} (auto is ddp).")] = None,
+    precision: Annotated[str | None, typer.Option(help=f"{choices(Precision)} (auto: bf16 on a GPU).")] = None,
     compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile; pays on a GPU.")] = None,
     gradient_checkpointing: Annotated[
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Less memory, a third more compute.")
     ] = None,
     save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
     keep: Annotated[int | None, typer.Option(help="Checkpoints kept, at least 2.")] = None,
-    log_every: Annotated[int | None, typer.Option()] = None,
+    log_every: Annotated[int | None, typer.Option(help="Steps between two logged losses; default: 10.")] = None,
     evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements on --heldout.")] = None,
-    seed: Annotated[int | None, typer.Option()] = None,
+    seed: Annotated[int | None, typer.Option(help="Of the order of the rows; default: 0.")] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint if there is one.")
     ] = True,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    device: Device = "auto",
     show: Annotated[bool, typer.Option("--show", help="Only print the settings of the run as JSON.")] = False,
 ) -> None:
-    """Heal a converted model: distil the original into it, or train it on text; one process, or torchrun with DDP or FSDP2."""
+    """Recover a converted model: distil the original into it, or train it on text; one process, or torchrun with DDP or FSDP2."""
     given = {
         name: value
         for name, value in locals().items()
@@ -89,7 +92,7 @@ def adapt(
     if data:
         if weight and len(weight) != len(data):
             raise ValueError(f"{len(data)} --data but {len(weight)} --weight: give one for each, or none")
-        given["data"] = [Source(path, share) for path, share in zip(data, weight or [1.0] * len(data), strict=True)]
+        given["data"] = [DataSource(path, share) for path, share in zip(data, weight or [1.0] * len(data), strict=True)]
     if control:
         given["control"] = True
     given["resume"] = resume
@@ -107,14 +110,19 @@ def adapt(
     run(settings, device)
 
 
-def run(settings: Settings, device: str) -> None:
-    from ..parallel import distributed
-    from .run import adapt as start
+def run(settings: AdaptSettings, device: str) -> None:
+    check_installed()
+    from ..adapt.run import adapt as start
+    from ..distributed.world import distributed
 
     with distributed(device) as world:
         result = start(settings, world, lambda line: print(line, file=sys.stderr, flush=True))
-        if world.is_main:
-            print(f"{result.steps} steps, {result.tokens:,} tokens, {result.seconds:.1f} s: {result.output}")
-            for name, after in result.after.items():
-                before = result.before.get(name)
-                print(f"  {name}: loss " + (f"{before['loss']:.4f} -> " if before else "") + f"{after['loss']:.4f}")
+        if world.is_main and not result.stopped:
+            seen = f"{result.share_of_text_percent:.0f} % of the text"
+            print(f"{result.steps} steps, {result.tokens:,} tokens ({seen}), {result.seconds:.1f} s: {result.output}")
+            for line in result.sentences():
+                print(f"  {line}")
+    if result.stopped:
+        from ..distributed.launch import STOPPED
+
+        raise typer.Exit(STOPPED)

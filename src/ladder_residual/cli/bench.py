@@ -3,53 +3,50 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import sys
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..launch import on_ranks
+from ..bench.checks import warnings_of
+from ..common.units import read_seconds
+from ..distributed.launch import on_ranks
+from .options import (
+    Device,
+    Dtype,
+    Layers,
+    Links,
+    Ranks,
+    Repeats,
+    Schedule,
+    Shape,
+    Wirings,
+    at_least_one,
+    check_model,
+    split_links,
+    split_wirings,
+    whole_numbers,
+)
 
-bench = typer.Typer(help="Measure. The last line printed is the whole result as JSON.", no_args_is_help=True)
+app = typer.Typer(help="Measure. The last line printed is the whole result as JSON.", no_args_is_help=True)
 
-Ranks = Annotated[int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.")]
-Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
-Dtype = Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")]
-Shape = Annotated[
-    str,
-    typer.Option(
-        "--model", help="Published shape (random weights) or checkpoint directory (on a GPU its shape, with random weights)."
-    ),
-]
-Layers = Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")]
-Wirings = Annotated[str, typer.Option(help="Comma-separated, e.g. standard,ladder:last-half,ladder.")]
-Links = Annotated[
-    str,
-    typer.Option(
-        help="Emulated all-reduce: none, 24us, 24us+launch, h200-nccl, 'alpha=12,beta=90'; separate several with ';'."
-    ),
-]
-Repeats = Annotated[int, typer.Option(help="Measured runs per case.")]
 Batches = Annotated[str, typer.Option(help="Comma-separated.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of the prompt.")]
 New = Annotated[int, typer.Option(help="Tokens generated.")]
-WithPeers = Annotated[
-    bool, typer.Option("--peers/--no-peers", help="On a GPU: beside it what a user would have otherwise, compiled.")
-]
-Json = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
+JsonAlone = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
 
 
-@bench.command("overlap")
+@app.command("overlap")
 def bench_overlap(
     model: Shape = "ladder-1b",
     layers: Layers = None,
     wirings: Wirings = "standard,ladder",
     tp: Ranks = 2,
     latency: Annotated[
-        str, typer.Option(help="Emulated latency of a sum: e.g. 500us, 2ms, 0, or auto (one module's time).")
+        str, typer.Option(help="Emulated latency of an all-reduce: e.g. 500us, 2ms, 0, or auto (one module's time).")
     ] = "auto",
-    batch: Annotated[int, typer.Option()] = 1,
+    batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
     prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
     repeats: Repeats = 30,
     phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
@@ -59,9 +56,10 @@ def bench_overlap(
     """How much of a slow link each wiring hides: decode steps on real ranks, all wirings in one run."""
     seconds = read_seconds(latency)
     names = split_wirings(wirings)
+    check_model(model)
     on_ranks(tp)
-    from ..parallel import distributed
-    from .overlap import run
+    from ..bench.overlap import run
+    from ..distributed.world import distributed
 
     with distributed(device) as world:
         result = run(
@@ -81,7 +79,7 @@ def bench_overlap(
             print(json.dumps(result))
 
 
-@bench.command("decode")
+@app.command("decode")
 def bench_decode(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
@@ -94,28 +92,27 @@ def bench_decode(
     ] = None,
     wirings: Wirings = "standard,ladder,parallel,desync-2x,no-comm",
     links: Links = "none;24us",
-    schedule: Annotated[
-        str, typer.Option(help="one, two (lanes, of ladder), woven (ladder, parallel), or auto (measured).")
-    ] = "auto",
-    products: Annotated[
-        str, typer.Option(help="Of batches 2 to 16 on a GPU: cublas, triton (our own kernels) or auto (measured).")
+    schedule: Schedule = "auto",
+    gemm_backend: Annotated[
+        str, typer.Option(help="GEMMs of batches 2 to 16 in the CUDA engine: cublas, triton or auto (the faster, measured).")
     ] = "auto",
     repeats: Repeats = 40,
-    peers: WithPeers = True,
     device: Device = "auto",
-    as_json: Json = False,
+    as_json: JsonAlone = False,
 ) -> None:
     """Decode steps. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
-    asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
     context = context or prompt + new // 2
-    on_gpu = {"context": context, "schedule": schedule, "products": products, "peers": peers}
-    if not _on_gpu(device) and (schedule, products) != ("auto", "auto"):
-        raise ValueError("--schedule and --products are the CUDA engine's: ranks on CPUs have neither")
-    on_cpu = {"prompt": context}
-    _measure("decode", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json, on_gpu=on_gpu, on_cpu=on_cpu)
+    at_least_one(context=context)
+    engine = {"context": context, "schedule": schedule, "gemm_backend": gemm_backend}
+    if not _on_gpu(device) and (schedule, gemm_backend) != ("auto", "auto"):
+        raise ValueError("--schedule and --gemm-backend are the CUDA engine's: ranks on CPUs have neither")
+    _measure(
+        "decode", on_gpu=engine, on_cpu={"prompt": context}, model=model, layers=layers, wirings=wirings, repeats=repeats,
+        tp=tp, batch=batch, links=links, device=device, as_json=as_json,
+    )  # fmt: skip
 
 
-@bench.command("prefill")
+@app.command("prefill")
 def bench_prefill(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
@@ -125,16 +122,18 @@ def bench_prefill(
     wirings: Wirings = "standard,ladder",
     links: Links = "none;500us",
     repeats: Repeats = 5,
-    peers: WithPeers = True,
     device: Device = "auto",
-    as_json: Json = False,
+    as_json: JsonAlone = False,
 ) -> None:
     """Time to the first token. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
-    asked = {"model": model, "layers": layers, "wirings": split_wirings(wirings), "repeats": repeats, "prompt": prompt}
-    _measure("prefill", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json, on_gpu={"peers": peers})
+    sizes = {"prompt": prompt}
+    _measure(
+        "prefill", on_gpu=sizes, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
+        tp=tp, batch=batch, links=links, device=device, as_json=as_json,
+    )  # fmt: skip
 
 
-@bench.command("e2e")
+@app.command("e2e")
 def bench_e2e(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
@@ -145,23 +144,18 @@ def bench_e2e(
     wirings: Wirings = "standard,ladder",
     links: Links = "24us",
     repeats: Repeats = 5,
-    peers: WithPeers = True,
     device: Device = "auto",
-    as_json: Json = False,
+    as_json: JsonAlone = False,
 ) -> None:
     """Prompt to last token, the paper's measure. On a GPU: rank 0 of TP (emulated when tp > 1); on CPU: real ranks."""
-    asked = {
-        "model": model,
-        "layers": layers,
-        "wirings": split_wirings(wirings),
-        "repeats": repeats,
-        "prompt": prompt,
-        "new": new,
-    }
-    _measure("e2e", asked, tp=tp, batch=batch, links=links, device=device, as_json=as_json, on_gpu={"peers": peers})
+    sizes = {"prompt": prompt, "new": new}
+    _measure(
+        "e2e", on_gpu=sizes, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
+        tp=tp, batch=batch, links=links, device=device, as_json=as_json,
+    )  # fmt: skip
 
 
-@bench.command("train")
+@app.command("train")
 def bench_train(
     model: Shape = "ladder-1b",
     layers: Layers = None,
@@ -179,26 +173,14 @@ def bench_train(
     repeats: Repeats = 10,
     dtype: Dtype = "float32",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers' modules.")] = False,
-    wire: Annotated[
-        str | None, typer.Option(help="Two hosts on this machine with a real wire instead, e.g. 1ms or 1ms/1gbit (needs root).")
-    ] = None,
     device: Device = "auto",
 ) -> None:
     """Training steps, forward and backward: real ranks on CPUs, one emulated rank of --tp on a GPU."""
-    names, parts = split_wirings(wirings), _split_links(links)
-    if wire is not None:
-        from .train import bench_train_on_hosts
-
-        arguments = ["--model", model, "--batch", str(batch), "--sequence", str(sequence), "--wirings", ",".join(names)]
-        arguments += ["--links", "none", "--repeats", str(repeats), "--dtype", dtype, "--device", "cpu"]
-        arguments += [*(["--layers", str(layers)] if layers else []), *(["--compile"] if compiled else [])]
-        arguments += ["--vocabulary", str(vocabulary)] if vocabulary else []
-        _print_result(bench_train_on_hosts(wire, arguments))
-        return
+    names, parts = split_wirings(wirings), split_links(links)
     if not _on_gpu(device):
         on_ranks(tp)
-    from ..parallel import distributed
-    from .train import bench_train as run
+    from ..bench.train import bench_train as run
+    from ..distributed.world import distributed
 
     shape: dict[str, Any] = {"model": model, "layers": layers, "tp": tp or 1, "batch": batch, "sequence": sequence}
     shape["vocabulary"] = vocabulary
@@ -207,18 +189,63 @@ def bench_train(
         _print_result(result if world.is_main else None)
 
 
-@bench.command("peers")
-def bench_peers(
-    model: Shape = "llama-3.1-8b",
-    layers: Layers = None,
-    context: Annotated[int, typer.Option()] = 1100,
-    repeats: Repeats = 40,
+@app.command("calibrate")
+def bench_calibrate(
+    out: Annotated[Path, typer.Option("--out", "-o", help="The TOML file to write, for `ladder plan --hardware`.")],
+    tp: Annotated[
+        int | None, typer.Option("--tp", help="Ranks that measure together; from 2 on their link is measured too.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="Name of the device and of the link in the file.")] = "here",
+    dtype: Annotated[
+        str, typer.Option(help="auto (float32 on a CPU, bfloat16 on CUDA), float32, bfloat16 or float16.")
+    ] = "auto",
+    device: Device = "auto",
 ) -> None:
-    """One GPU, whole model, batch 1: the CUDA engine beside what a user would have otherwise, in one run."""
-    _need_gpu("peers")
-    from .gpu_peers import bench_peers as run
+    """Measure this host and write it as a device and a link of `ladder plan`."""
+    from ..bench.calibrate import calibrate, check_name
 
-    _print_result(run(model=model, context=context, repeats=repeats, layers=layers))
+    check_name(name)
+    on_ranks(tp)
+    from ..distributed.world import distributed
+
+    with distributed(device) as world:
+        result = calibrate(world, name=name, dtype=dtype)
+        if not world.is_main:
+            return
+        text = result.pop("toml")
+        try:
+            out.parent.mkdir(parents=True, exist_ok=True)
+            out.write_text(text)
+        except OSError as error:
+            raise ValueError(f"cannot write {out}: {error.strerror}") from error
+        print(text)
+        for row in result["checks"]:
+            print(
+                f"check: a {row['wiring']} step of {result['step_model']}, batch {row['batch']}: measured {row['measured_ms']:.2f} ms, "
+                f"planned {row['planned_ms']:.2f} ms ({row['error_percent']:+.0f} %)"
+            )
+        link = f" --link {name}" if world.size > 1 else ""
+        print(f"wrote {out}; use it: ladder plan --model llama-3.1-8b --hardware {out} --device {name}{link} --tp {world.size}")
+        print(json.dumps(result))
+
+
+@app.command("link")
+def bench_link(tp: Ranks = 2, device: Device = "cpu") -> None:
+    """Time an all-reduce between CPU ranks each way they can do it: sent directly, sent directly as bfloat16, by gloo."""
+    on_ranks(tp)
+    from ..common.environment import environment
+    from ..common.markdown import table
+    from ..distributed.link_probe import probe_link
+    from ..distributed.world import distributed
+
+    with distributed(device) as world:
+        found = probe_link(world)
+        if world.is_main:
+            ways = ("sockets", "sockets_bf16", "gloo")
+            rows = [(f"{row.bytes:,}", *(f"{1e3 * getattr(row, way):.2f}" for way in ways)) for row in found.rows]
+            print(table(("bytes", "sockets, ms", "sockets as bfloat16, ms", "gloo, ms"), rows))
+            print(f"--small-allreduce measured uses sockets up to {found.small_allreduce_bytes:,} bytes on this link")
+            print(json.dumps({"benchmark": "link", "tp": world.size, **found.to_dict(), **environment()}))
 
 
 def _on_gpu(device: str) -> bool:
@@ -233,60 +260,31 @@ def _on_gpu(device: str) -> bool:
     return torch.cuda.is_available()
 
 
-def _need_gpu(name: str) -> None:
-    if not _on_gpu("auto"):
-        raise ValueError(
-            f"bench {name} measures the CUDA engine and torch sees no CUDA device; `ladder bench decode` runs on CPUs"
-        )
-
-
 def _measure(
-    phase: str,
-    asked: dict[str, Any],
-    *,
-    tp: int | None,
-    batch: str,
-    links: str,
-    device: str,
-    as_json: bool,
-    on_gpu: dict[str, Any] | None = None,
-    on_cpu: dict[str, Any] | None = None,
-) -> None:
+    phase: str, *, on_gpu: dict[str, Any], on_cpu: dict[str, Any], model: str, layers: int | None, wirings: str, repeats: int,
+    tp: int | None, batch: str, links: str, device: str, as_json: bool,
+) -> None:  # fmt: skip
     """One phase: rank 0 of ``tp`` on the CUDA engine, or real ranks on CPUs."""
-    batches = _whole_numbers(batch, "batch")
-    for name, value in {**asked, **(on_gpu or {})}.items():
-        if name in ("prompt", "new", "context", "repeats", "layers") and value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
-    if not _on_gpu(device):
-        latencies = [0.0 if link in ("none", "0") else _latency(link) for link in _split_links(links)]
-        if tp == 1:
-            raise ValueError(f"bench {phase} on CPUs measures how sums over ranks are hidden: use --tp 2 or more")
-        on_ranks(tp)
-        _print_result(_on_cpu_ranks(phase, batches, latencies, **asked, **(on_cpu or {})), as_json)
+    batches = whole_numbers(batch, "batch")
+    asked: dict[str, Any] = {"layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
+    at_least_one(layers=layers, repeats=repeats, **on_cpu)
+    if _on_gpu(device):
+        from ..bench import engine
+
+        run: Any = {"decode": engine.bench_decode, "prefill": engine.bench_prefill, "e2e": engine.bench_e2e}[phase]
+        _print_result(run(model=model, tp=tp or 1, batches=batches, links=split_links(links), **asked, **on_gpu), as_json)
         return
-    from . import gpu
-
-    run: Any = {"decode": gpu.bench_decode, "prefill": gpu.bench_prefill, "e2e": gpu.bench_e2e}[phase]
-    _print_result(run(tp=tp or 1, batches=batches, links=_split_links(links), **asked, **(on_gpu or {})), as_json)
-
-
-def _on_cpu_ranks(
-    phase: str, batches: list[int], latencies: Sequence[float | None], *, model: str, **asked: Any
-) -> dict[str, Any] | None:
-    """The same table from real ranks over this host's link, each emulated latency added to it."""
-    from ..parallel import distributed
-    from .overlap import run
+    latencies = [_latency(link) for link in split_links(links)]
+    if tp == 1:
+        raise ValueError(f"bench {phase} on CPUs measures how all-reduces are hidden: use --tp 2 or more")
+    check_model(model)
+    on_ranks(tp)
+    from ..bench.overlap import run_cases
+    from ..distributed.world import distributed
 
     with distributed("cpu") as world:
-        parts = [
-            run(world, source=model, latency=latency, batch=batch, phase=phase, **asked)
-            for batch in batches
-            for latency in latencies
-        ]
-        of_case = ("batch", "link", "compute_ms", "communication_ms", "bound_ms")
-        rows = [{**{name: part[name] for name in of_case}, **row} for part in parts for row in part["rows"]]
-        alike = {name: value for name, value in parts[0].items() if all(part[name] == value for part in parts)}
-        return {**alike, "benchmark": phase, "rows": rows} if world.is_main else None
+        result = run_cases(world, source=model, phase=phase, batches=batches, latencies=latencies, **asked, **on_cpu)
+        _print_result(result if world.is_main else None, as_json)
 
 
 def _latency(link: str) -> float | None:
@@ -306,15 +304,14 @@ def _print_result(result: dict[str, Any] | None, as_json: bool = False) -> None:
 
         title = " ".join(str(result[key]) for key in ("benchmark", "model") if key in result) + f", tp {result.get('tp', 1)}"
         title += " (emulated)" if result.get("emulated") else ""
-        for rows, name in ((result["rows"], title), (result.get("peers", []), "what a user would have otherwise")):
-            columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], dict)))
-            table = Table(*columns, title=name)
-            for row in rows:
-                table.add_row(*[_cell(row.get(column)) for column in columns])
-            if rows:
-                Console(width=160).print(table)
-        for note in result.get("notes", []):
-            print(note)
+        rows = result["rows"]
+        columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], dict)))
+        table = Table(*columns, title=title)
+        for row in rows:
+            table.add_row(*[_cell(row.get(column)) for column in columns])
+        Console(width=160).print(table)
+        for line in warnings_of(result):
+            print(f"warning: {line}", file=sys.stderr)
     print(json.dumps(result))
 
 
@@ -322,52 +319,6 @@ def _cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.3f}" if isinstance(value, float) else str(value)
-
-
-def _whole_numbers(text: str, option: str) -> list[int]:
-    parts = [part.strip() for part in text.split(",")]
-    if not all(part.isascii() and part.isdigit() and 0 < int(part) < 10**7 for part in parts):
-        raise ValueError(f"--{option} takes whole numbers above 0 with commas between, such as 1,4,16; got {text!r}")
-    return [int(part) for part in parts]
-
-
-def _split_links(text: str) -> list[str]:
-    """``;`` separates links always; ``,`` does too where no link has one inside."""
-    parts = text.split(";" if ";" in text or "=" in text else ",")
-    links = [part.strip() for part in parts]
-    if not all(links):
-        raise ValueError(f"--links {text!r}: an empty name between separators")
-    return links
-
-
-def split_wirings(text: str) -> list[str]:
-    """Commas separate wirings and, inside one, layers: a part that begins with a digit belongs to the wiring before it."""
-    names: list[str] = []
-    for part in text.split(","):
-        if names and part.strip()[:1].isdigit():
-            names[-1] += "," + part.strip()
-        else:
-            names.append(part.strip())
-    if not all(names):
-        raise ValueError(f"--wirings {text!r}: an empty name between commas")
-    return names
-
-
-def read_seconds(text: str) -> float | None:
-    """``500us``, ``2ms``, ``0``; None for ``auto``."""
-    if text == "auto":
-        return None
-    units = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
-    unit = next((unit for unit in units if text.endswith(unit)), "")
-    try:
-        value = float(text.removesuffix(unit)) * units.get(unit, 1.0)
-    except ValueError:
-        raise ValueError(f"cannot read the latency {text!r}; write e.g. 500us, 2ms, 0 or auto") from None
-    if not unit and value != 0:
-        raise ValueError(f"the latency {text!r} has no unit; write e.g. 500us or 2ms")
-    if not 0 <= value <= 60:
-        raise ValueError(f"a latency is between 0 and 60 s, got {text}")
-    return value
 
 
 def _print_overlap(result: dict[str, Any]) -> None:

@@ -8,6 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..common.terminal import show
+from .options import Device, Dtype
+
 app = typer.Typer(
     help="Training text: prepare it, look at it, or let a model write it.", no_args_is_help=True, add_completion=False
 )
@@ -19,8 +22,8 @@ def prepare_command(
         list[str],
         typer.Argument(
             metavar="SOURCE...",
-            help="Text (.txt), JSON lines (.jsonl), either also .xz or .gz; .parquet; a directory of those; "
-            "or a hub dataset, OWNER/NAME or hub:NAME, with @REVISION if wanted.",
+            help="Text (.txt), JSON lines (.jsonl), either also .xz, .gz or .bz2; .parquet; a directory of those; "
+            "or a hub dataset, OWNER/NAME or hub:NAME, with @REVISION and :SUBSET if wanted.",
         ),
     ],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the shards.")],
@@ -47,8 +50,8 @@ def prepare_command(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from .prepare import PrepareSettings, Report, prepare
-    from .sources import SourceOptions
+    from ..data.prepare import PrepareSettings, Report, prepare
+    from ..data.sources import SourceOptions
 
     settings = PrepareSettings(
         text_fields=tuple(text_field or ["text"]),
@@ -58,16 +61,20 @@ def prepare_command(
         options=SourceOptions(document_separator, split, subset),
     )
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("preparing", total=None)
+    try:
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            task = bar.add_task("preparing", total=None)
 
-        def show(report: Report) -> None:
-            words = f"{report.documents:,} documents, {report.tokens:,} tokens"
-            bar.update(task, description=words, completed=report.bytes_read, total=report.bytes_total)
+            def show(report: Report) -> None:
+                words = f"{report.documents:,} documents, {report.tokens:,} tokens"
+                bar.update(task, description=words, completed=report.bytes_read, total=report.bytes_total)
 
-        corpus = prepare(
-            sources, out, tokenizer, settings, workers=workers or os.cpu_count() or 1, overwrite=overwrite, report=show
-        )
+            corpus = prepare(
+                sources, out, tokenizer, settings, workers=workers or os.cpu_count() or 1, overwrite=overwrite, report=show
+            )
+    except KeyboardInterrupt:
+        print(f"interrupted: finished shards are kept in {out}; the same command goes on after them", file=sys.stderr)
+        raise
     print(f"{out}: {corpus.documents:,} documents, {corpus.tokens:,} tokens ({corpus.dtype}) in {len(corpus.shards)} shards")
 
 
@@ -81,7 +88,7 @@ def inspect_command(
     """Sizes of a corpus, and the beginning of a document."""
     import json
 
-    from .shards import Corpus
+    from ..data.corpus import Corpus
 
     corpus = Corpus.open(directory, "checksums" if verify else "sizes")
     if as_json:
@@ -90,7 +97,7 @@ def inspect_command(
     print(f"tokens      {corpus.tokens:,} ({corpus.dtype}), vocabulary {corpus.vocab_size:,}")
     print(f"documents   {corpus.documents:,}, {corpus.tokens / corpus.documents:,.0f} tokens each on average")
     print(f"shards      {len(corpus.shards)}, " + ("checksums right" if verify else "sizes right; --verify reads them"))
-    print(f"tokenizer   {corpus.tokenizer.get('source')} (digest {corpus.tokenizer.get('digest')})")
+    show(f"tokenizer   {corpus.tokenizer.get('source')} (digest {corpus.tokenizer.get('digest')})")
     ids = corpus.document(document)[:64]
     print(f"document {document}  {' '.join(map(str, ids[:16]))} ...")
     if text := _decoded(ids.tolist(), corpus.tokenizer):
@@ -99,7 +106,7 @@ def inspect_command(
 
 def _decoded(ids: list[int], about: dict[str, str]) -> str | None:
     """The text of ``ids``, if the tokenizer is still where it was."""
-    from .tokens import read_tokenizer, tokenizer_digest
+    from ..data.tokenizer import read_tokenizer, tokenizer_digest
 
     try:
         tokenizer = read_tokenizer(about["source"])
@@ -115,7 +122,7 @@ def sample_command(
     tokens: Annotated[int, typer.Option(help="Stop after the batch that reaches this many.")],
     batch: Annotated[int, typer.Option(help="Rows sampled side by side; thousands on a GPU.")] = 64,
     length: Annotated[int, typer.Option(help="Most tokens of a sample, its beginning included.")] = 512,
-    temperature: Annotated[float, typer.Option()] = 1.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 1.0,
     seed: Annotated[int, typer.Option(help="The same seed gives the same samples on the same device.")] = 0,
     start: Annotated[
         str, typer.Option(help="plain: documents; chat: the model writes the user's turn and its answer; mixed: half and half.")
@@ -124,12 +131,12 @@ def sample_command(
         bool, typer.Option("--random-first", help="Begin plain samples with a random word of the vocabulary: more variety.")
     ] = False,
     write: Annotated[str, typer.Option(help="ids, text or both.")] = "both",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
 ) -> None:
-    """Let a model write the text to heal it with. Every batch is on disk before the next begins: Ctrl-C loses only one."""
-    from .sample import SampleSettings
+    """Let a model write text to train it on. Every batch is on disk before the next begins: Ctrl-C loses only one."""
+    from ..data.sample import SampleSettings
 
     settings = SampleSettings(
         tokens=tokens,
@@ -143,8 +150,8 @@ def sample_command(
     )
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists; choose another name or use --overwrite")
-    from ..parallel import distributed
-    from .sample import Sampler, load_for_sampling, write_samples
+    from ..data.sample import Sampler, load_for_sampling, write_samples
+    from ..distributed.world import distributed
 
     with distributed(device) as world:
         if world.size > 1:

@@ -9,19 +9,20 @@ from typing import Annotated, Any
 
 import typer
 
-from ..bench.commands import Device, Dtype, Ranks, Uneven
-from ..launch import on_ranks
-from .markdown import render
-from .results import save
-from .table import side_by_side
-from .tasks import wanted_tasks
+from ..common.terminal import show
+from ..distributed.launch import launched, on_ranks, speaks_first
+from ..evaluate.markdown import render
+from ..evaluate.plan import Plan, check_model, make_plan
+from ..evaluate.results import save
+from ..evaluate.table import side_by_side
+from .options import AllowNonfinite, Device, Dtype, Json, Ranks, Source, Timeout, Uneven, Wiring, at_least_one
 
 Tasks = Annotated[
     str | None, typer.Option(help="Names with commas between (arc_easy,piqa,mmlu:5 ...), or a set: paper-scratch, paper-adapt.")
 ]
 # Two names: torchrun takes any word that begins like one of its own options, such as --local-addr, for itself.
 Local = Annotated[
-    list[Path] | None, typer.Option("--local", "--files", help="Folder with <task>_<split>.jsonl[.gz|.xz]; may be repeated.")
+    list[Path] | None, typer.Option("--local", "--files", help="Folder with <task>_<split>.jsonl, .gz or .xz; may be repeated.")
 ]
 Against = Annotated[str | None, typer.Option(help="Another model, or its result (.json): prints the differences.")]
 Shots = Annotated[str, typer.Option(help="Examples in the prompt: as the paper did, or a number for all tasks.")]
@@ -29,7 +30,7 @@ PerplexityFile = Annotated[Path | None, typer.Option("--perplexity", help="Text 
 
 
 def evaluate(
-    source: Annotated[str, typer.Argument(help="Checkpoint directory or hub id.")],
+    source: Source,
     tasks: Tasks = None,
     local: Local = None,
     against: Against = None,
@@ -39,7 +40,7 @@ def evaluate(
     context: Annotated[int, typer.Option(help="Tokens a perplexity window holds.")] = 1024,
     stride: Annotated[int, typer.Option(help="Tokens between the starts of two windows.")] = 512,
     out: Annotated[Path | None, typer.Option(help="Write the result here (.json), and its table beside it (.md).")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of tables.")] = False,
+    as_json: Json = False,
     requests_out: Annotated[Path | None, typer.Option(help="Only write what to score (.jsonl.gz); no model runs.")] = None,
     scores_in: Annotated[
         Path | None, typer.Option(help="Take the scores from this file (of one model or several); no model runs.")
@@ -51,73 +52,69 @@ def evaluate(
     batch_tokens: Annotated[int | None, typer.Option(help="Tokens per batch where answers are scored.")] = None,
     tp: Ranks = None,
     uneven: Uneven = False,
-    wiring: Annotated[str | None, typer.Option(help="Another wiring than the checkpoint's own.")] = None,
+    allow_nonfinite: AllowNonfinite = False,
+    wiring: Wiring = None,
     device: Device = "auto",
     dtype: Dtype = "auto",
-    timeout: Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")] = 600.0,
+    timeout: Timeout = 600.0,
 ) -> None:
     """Accuracy by lm-evaluation-harness and perplexity, on any number of ranks, alone or against another model."""
-    wanted = wanted_tasks(tasks, shots) if tasks is not None else []
-    if not wanted and perplexity is None:
-        raise ValueError("nothing to do: give --tasks arc_easy,piqa or --perplexity FILE")
-    for name, value in (
-        ("limit", limit),
-        ("max-length", max_length),
-        ("batch-size", batch_size),
-        ("batch-tokens", batch_tokens),
-    ):
-        if value is not None and value < 1:
-            raise ValueError(f"--{name} must be at least 1, got {value}")
+    at_least_one(tp=tp, limit=limit, max_length=max_length, batch_size=batch_size, batch_tokens=batch_tokens)
     if requests_out is not None and (scores_in is not None or against is not None or out is not None):
         raise ValueError("--requests-out only writes what to score: drop --scores-in, --against and --out")
     if out is not None and out.suffix != ".json":
         raise ValueError(f"--out takes a file that ends in .json, got {out}; the table goes beside it as .md")
+    how: dict[str, Any] = dict(tasks=tasks, files=local or [], limit=limit, shots=shots, chat=chat, allow_code=allow_code)
+    how |= dict(perplexity=perplexity, context=context, stride=stride, max_length=max_length)
+    how |= dict(batch_size=batch_size, batch_tokens=batch_tokens)
+    plan = make_plan(**how)
     if requests_out is not None or scores_in is not None:
         if (tp or 1) > 1:
             raise ValueError("--requests-out and --scores-in run no model: drop --tp")
-    else:
-        on_ranks(tp)
-    from ..parallel import distributed
-    from .run import Plan, Session, check_harness, stored_result, with_comparison
-
-    plan = Plan(wanted, local or [], limit, chat, allow_code, perplexity, context, stride, max_length, batch_size, batch_tokens)
-    if wanted:
-        check_harness()
-    earlier = stored_result(against) if against else None
-    with distributed(device, timeout) as world:
-        loaded = _load(plan)
-        session = Session(plan, world)
         if requests_out is not None:
-            requests = session.requests(source, loaded)
-            requests.save(requests_out)
-            groups = ", ".join(f"{len(group)} {name}" for name, group in requests.groups.items())
-            print(f"written  {requests_out}  {len(requests)} requests ({groups})")
-            return
-        if scores_in is not None:
-            from .requests import load_scores
+            _write_requests(source, plan, requests_out)
+        elif scores_in is not None:
+            _judge(source, plan, scores_in, against, out, as_json)
+        return
+    if speaks_first():
+        check_model(source, tp=tp or launched(), wiring=wiring, dtype=dtype, uneven=uneven)
+    on_ranks(tp, preload="ladder_residual.evaluate.run")
+    from ..distributed.world import distributed
+    from ..evaluate.api import evaluate as run
 
-            if against is not None and earlier is None:
-                raise ValueError("--scores-in runs no model: --against takes the .json of an earlier evaluation")
-            scores = load_scores(scores_in)
-            if list(scores) != [""]:
-                found = {name: session.from_scores(source, loaded, one, name) for name, one in scores.items()}
-                _tell_all(found | ({"against": earlier} if earlier else {}), out, as_json)
-                return
-            result = session.from_scores(source, loaded, scores[""])
-        else:
-            result = session.evaluate(source, loaded, wiring=wiring, dtype=dtype, uneven=uneven)
-        if against is not None:
-            result = with_comparison(result, earlier or session.evaluate(against, loaded, dtype=dtype, uneven=uneven))
+    how |= dict(wiring=wiring, dtype=dtype, device=device, uneven=uneven, allow_nonfinite=allow_nonfinite, timeout=timeout)
+    with distributed(device, timeout) as world:
+        result = run(source, against=against, **how)
         if world.is_main:
             _tell(result, out, as_json)
 
 
-def _load(plan: Any) -> Any:
-    if not plan.wanted:
-        return None
-    from .harness import load_tasks
+def _write_requests(source: str, plan: Plan, target: Path) -> None:
+    from ..distributed.world import World
+    from ..evaluate.run import Session, load_wanted
 
-    return load_tasks(plan.wanted, plan.folders, allow_code=plan.allow_code)
+    requests = Session(plan, World()).requests(source, load_wanted(plan))
+    requests.save(target)
+    groups = ", ".join(f"{len(group)} {name}" for name, group in requests.groups.items())
+    print(f"written  {target}  {len(requests)} requests ({groups})")
+
+
+def _judge(source: str, plan: Plan, scores_in: Path, against: str | None, out: Path | None, as_json: bool) -> None:
+    """Results from scores that were made elsewhere."""
+    from ..distributed.world import World
+    from ..evaluate.requests import load_scores
+    from ..evaluate.run import Session, load_wanted, stored_result, with_comparison
+
+    earlier = stored_result(against) if against else None
+    if against is not None and earlier is None:
+        raise ValueError("--scores-in runs no model: --against takes the .json of an earlier evaluation")
+    scores, session, loaded = load_scores(scores_in), Session(plan, World()), load_wanted(plan)
+    if list(scores) != [""]:
+        found = {name: session.from_scores(source, loaded, one, name) for name, one in scores.items()}
+        _tell_all(found | ({"against": earlier} if earlier else {}), out, as_json)
+        return
+    result = session.from_scores(source, loaded, scores[""])
+    _tell(with_comparison(result, earlier) if earlier else result, out, as_json)
 
 
 def _tell(result: dict[str, Any], out: Path | None, as_json: bool) -> None:
@@ -125,7 +122,7 @@ def _tell(result: dict[str, Any], out: Path | None, as_json: bool) -> None:
     if out is not None:
         save(result, out)
         out.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(json.dumps(result) if as_json else page, end="\n" if as_json else "")
+    show(json.dumps(result) if as_json else page.removesuffix("\n"))
 
 
 def _tell_all(results: dict[str, Any], out: Path | None, as_json: bool) -> None:
@@ -135,4 +132,4 @@ def _tell_all(results: dict[str, Any], out: Path | None, as_json: bool) -> None:
         for name, result in results.items():
             save(result, out.with_name(f"{out.stem}-{re.sub(r'[^A-Za-z0-9.]+', '-', name).strip('-')}.json"))
         out.with_suffix(".md").write_text(page, encoding="utf-8")
-    print(json.dumps(results) if as_json else page, end="\n" if as_json else "")
+    show(json.dumps(results) if as_json else page.removesuffix("\n"))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
-from ..config import Wiring
-from ..presets import ModelShape
-from .commands import HardwareFiles, Json, load_hardware
+from ..common.units import read_seconds
+from ..distributed.launch import on_ranks
+from .options import Device, Dtype, Json, Ranks, Wirings, split_wirings
+from .plan import HardwareFiles, load_hardware
 
 
 class _RecordByDefault(TyperGroup):
@@ -25,7 +25,7 @@ class _RecordByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-trace_app = typer.Typer(
+app = typer.Typer(
     cls=_RecordByDefault,
     help="Timelines: Chrome/Perfetto JSON and one SVG picture. Options without a command record a run.",
     add_completion=False,
@@ -34,53 +34,37 @@ trace_app = typer.Typer(
 Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for trace.json and timeline.svg.")]
 
 
-def check_request(*, source: str, layers: int | None, wirings: Sequence[str], batch: int, prompt: int, steps: int) -> None:
-    """What is wrong with a request, said before any rank is started."""
-    for name, number in (("steps", steps), ("batch", batch), ("prompt", prompt)):
-        if number < 1:
-            raise ValueError(f"--{name} must be at least 1, got {number}")
-    parallel = [spec for spec in wirings if spec.lower().startswith("parallel")]
-    if parallel and len(parallel) < len(wirings):
-        raise ValueError("parallel layers have one norm, the others two: record parallel in a run of its own")
-    if Path(source).is_dir():
-        if layers is not None:
-            raise ValueError("--layers is for published shapes; a checkpoint is recorded whole")
-        return
-    shape = ModelShape.from_name(source)
-    for spec in wirings:
-        Wiring.parse(spec, shape.num_layers if layers is None else layers)
-
-
-@trace_app.command("run")
+@app.command("run")
 def trace_recorded(
     model: Annotated[str, typer.Option(help="Checkpoint directory, or a published shape (random weights).")] = "ladder-1b",
     layers: Annotated[int | None, typer.Option(help="Use only so many layers of a published shape.")] = None,
-    tp: Annotated[int | None, typer.Option("--tp", help="Ranks; starts them unless torchrun has.")] = 2,
-    latency: Annotated[str, typer.Option(help="Emulated latency of a sum: e.g. 500us, 3ms; 0 takes the link as it is.")] = "0",
-    batch: Annotated[int, typer.Option()] = 1,
+    tp: Ranks = 2,
+    latency: Annotated[
+        str, typer.Option(help="Emulated latency of an all-reduce: e.g. 500us, 3ms; 0 takes the link as it is.")
+    ] = "0",
+    batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
     prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
-    wirings: Annotated[str, typer.Option(help="With commas between, e.g. standard,ladder,desync-2x.")] = "standard,ladder",
+    wirings: Wirings = "standard,ladder",
     steps: Annotated[int, typer.Option(help="Decode steps recorded; the one of median length is drawn.")] = 5,
-    dtype: Annotated[str, typer.Option(help="auto (as stored), float32, bfloat16 or float16.")] = "float32",
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    dtype: Dtype = "float32",
+    device: Device = "auto",
     out: Out = Path("trace"),
     profiles: Annotated[bool, typer.Option("--profiles", help="Also keep torch.profiler's own trace of every rank.")] = False,
     as_json: Json = False,
 ) -> None:
     """Record a decode step of every wiring on real ranks with torch.profiler."""
-    from ..bench.commands import read_seconds, split_wirings
-    from ..launch import on_ranks
-
     names, seconds = split_wirings(wirings), read_seconds(latency)
     if seconds is None:
         raise ValueError("a recorded run needs a latency in numbers, such as 3ms, or 0 for the link as it is")
+    from ..trace.request import check_request
+
     check_request(source=model, layers=layers, wirings=names, batch=batch, prompt=prompt, steps=steps)
     if tp == 1:
         raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own notes of its start and end; read as torch is loaded
     on_ranks(tp)
-    from ..parallel import distributed
-    from ..trace_run import record
+    from ..distributed.world import distributed
+    from ..trace.record import record
 
     with distributed(device) as world:
         result = record(
@@ -111,23 +95,22 @@ def trace_recorded(
             print(f"wrote {result['trace']} and {result['timeline']}")
 
 
-@trace_app.command("engine")
+@app.command("engine")
 def trace_engine(
     model: Annotated[str, typer.Option(help="A published shape (random weights).")] = "llama-3-70b",
     layers: Annotated[int, typer.Option(help="Use only so many of its layers.")] = 8,
     tp: Annotated[int, typer.Option("--tp", help="This GPU holds one rank of so many.")] = 8,
     link: Annotated[
-        str, typer.Option(help="Emulated all-reduce: 24us, 24us+launch, alpha=12,beta=90 or a measured table.")
+        str, typer.Option(help="Emulated all-reduce: 24us, 24us,no-pdl, alpha=12,beta=90 or a measured table.")
     ] = "24us",
-    wirings: Annotated[str, typer.Option(help="With commas between.")] = "standard,ladder",
+    wirings: Wirings = "standard,ladder",
     context: Annotated[int, typer.Option(help="Tokens in the cache.")] = 1280,
-    schedule: Annotated[str, typer.Option(help="one or two lanes, or auto: the faster of them.")] = "auto",
+    schedule: Annotated[str, typer.Option(help="serial or two_stream, or auto: the faster of them.")] = "auto",
     out: Out = Path("trace"),
     as_json: Json = False,
 ) -> None:
     """Record the kernels of the CUDA engine's decode step on one GPU; all-reduces are emulated."""
-    from ..bench.commands import split_wirings
-    from ..trace_engine import record_engine
+    from ..trace.engine import record_engine
 
     asked = {"model": model, "layers": layers, "tp": tp, "link": link, "context": context, "schedule": schedule}
     result = record_engine(**asked, wirings=split_wirings(wirings), folder=out)  # type: ignore[arg-type]
@@ -142,29 +125,29 @@ def trace_engine(
     print(f"wrote {result['trace']} and {result['timeline']}")
 
 
-@trace_app.command("plan")
+@app.command("plan")
 def trace_planned(
     model: Annotated[str, typer.Option(help="Preset, directory with config.json, or hub id.")] = "llama-3-70b",
-    device: Annotated[str, typer.Option()] = "h100",
+    device: Annotated[str, typer.Option(help="As `ladder plan --list` names it.")] = "h100",
     tp: Annotated[int, typer.Option(help="Tensor-parallel ranks.")] = 8,
-    link: Annotated[str, typer.Option()] = "nccl",
-    batch: Annotated[int, typer.Option()] = 1,
-    prompt: Annotated[int, typer.Option()] = 1024,
-    new: Annotated[int, typer.Option()] = 512,
+    link: Annotated[str, typer.Option(help="As `ladder plan --list` names it, or 24us.")] = "nccl",
+    batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
+    prompt: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
+    new: Annotated[int, typer.Option(help="New tokens of each sequence.")] = 512,
     engine: Annotated[str | None, typer.Option(help="Engine profile: fused, compiled, paper, cpu.")] = None,
-    wirings: Annotated[str, typer.Option(help="With commas between, e.g. standard,ladder,parallel.")] = "standard,ladder",
+    wirings: Wirings = "standard,ladder",
     prefill: Annotated[bool, typer.Option("--prefill", help="The prefill instead of a decode step.")] = False,
     out: Out = Path("trace"),
     hardware: HardwareFiles = None,
     as_json: Json = False,
 ) -> None:
     """Write trace.json (chrome://tracing, ui.perfetto.dev) and timeline.svg of a simulated forward pass."""
-    from .planner import make_cases
-    from .trace import planned_panel, write_trace
+    from ..plan.planner import make_cases
+    from ..trace.panel import planned_panel, write_trace
 
     asked = {"device": device, "tp": [tp], "link": [link], "batch": [batch], "prompt": prompt, "new": new}
     [(name, case)] = make_cases(model, **asked, engine_name=engine, hardware=load_hardware(hardware))  # type: ignore[arg-type]
-    panels = [planned_panel(case, wiring.strip(), prefill=prefill) for wiring in wirings.split(",")]
+    panels = [planned_panel(case, wiring, prefill=prefill) for wiring in split_wirings(wirings)]
     kind = "prefill" if prefill else "decode step"
     where = f"{name} on {case.device.title}, tp {tp}, {link}, batch {batch}"
     setting = f"{where}, one {kind}, engine {case.engine.name}; planned, not measured"

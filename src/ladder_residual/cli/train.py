@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from .options import Json
+
 
 class _RecipeFirst(TyperGroup):
     """``ladder train recipe.toml`` is ``ladder train run recipe.toml``."""
@@ -45,30 +47,33 @@ def run_command(
     device: Annotated[str, typer.Option(help="Of --dry-run: a device of `ladder plan --list`.")] = "h100",
     link: Annotated[str, typer.Option(help="Of --dry-run: between the tensor-parallel ranks.")] = "nccl",
     network: Annotated[str, typer.Option(help="Of --dry-run: between the copies of the model.")] = "ib-2-nodes",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Train a recipe: on this process, on --ranks processes, or on those torchrun started."""
-    from .recipe import Recipe
+    from ..train.recipe import Recipe
 
     loaded = Recipe.load(recipe, changes or [])
     if dry_run:
-        from .dry_run import estimate, to_text
+        from ..train.dry_run import estimate, to_text
 
         plan = estimate(loaded, ranks=ranks, device=device, link=link, network=network)
         print(json.dumps(plan) if as_json else to_text(plan))
         return
-    from ..launch import launch
-    from ..parallel import launched
+    from ..distributed.launch import launch, launched
 
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
     if ranks is not None and ranks > 1 and launched() == 1:
         raise SystemExit(launch(sys.argv[1:], ranks))
-    from .loop import train
+    from ..train.loop import train
 
     result = train(loaded, resume=resume, stop_after=stop_after)
     if result.pop("main"):
         print(json.dumps(result) if as_json else _to_text(result))
+    if result["stopped"]:
+        from ..distributed.launch import STOPPED
+
+        raise typer.Exit(STOPPED)
 
 
 def _to_text(result: dict[str, Any]) -> str:
@@ -89,18 +94,7 @@ def export_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace what is there.")] = False,
 ) -> None:
     """Write a run's newest checkpoint as a Hugging Face directory, for `ladder generate`, `eval`, `convert` and everyone else."""
-    from .export import export
+    from ..train.export import export
 
     checkpoint = export(run, target, dtype=dtype, overwrite=overwrite, tokenizer=tokenizer)
     print(f"{target}: written from {checkpoint}")
-
-
-@app.command("report")
-def report_command(
-    results: Annotated[Path, typer.Argument(help="Directory of results.")] = Path("results/train"),
-    page: Annotated[Path, typer.Argument(help="Page whose tables are renewed.")] = Path("docs/training.md"),
-) -> None:
-    """Renew the tables and curves of docs/training.md from committed results."""
-    from .report import update
-
-    print(f"{page}: {', '.join(update(results, page))}")

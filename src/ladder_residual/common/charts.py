@@ -1,4 +1,4 @@
-"""Charts as data, drawn as SVG (no dependency) or PNG (matplotlib): the same numbers in the page and in files.
+"""Charts as data, drawn as SVG: small, in the reader's light or dark scheme, without a dependency.
 
 How a series is drawn says where its numbers come from: a line is planned, rings are the paper's, filled dots were measured or
 emulated by this project.
@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from pathlib import Path
 
 PLANNED, PAPER, MEASURED = "planned", "paper", "measured"
 LIGHT = ("#2f6feb", "#c2410c", "#1f9d8a", "#8250df", "#9a6700", "#57606a")
@@ -76,6 +75,10 @@ def _frame(chart: Chart) -> tuple[tuple[float, float, float, float], list[float]
     points = [point for series in chart.series for point in series.points]
     if not points:
         raise ValueError(f"chart {chart.key} has no points")
+    if not all(math.isfinite(number) for point in points for number in point):
+        raise ValueError(f"chart {chart.key} has a point that is NaN or infinite")
+    if chart.log_x and min(x for x, _ in points) <= 0:
+        raise ValueError(f"chart {chart.key} has a point at or below 0 on its logarithmic axis")
     y_ticks = nice_ticks(min(y for _, y in points), max(y for _, y in points))
     if len(y_ticks) == 1:
         y_ticks = [y_ticks[0] - 1, y_ticks[0] + 1]
@@ -85,7 +88,7 @@ def _frame(chart: Chart) -> tuple[tuple[float, float, float, float], list[float]
 
 def chart_svg(chart: Chart, *, standalone: bool = True) -> str:
     frame, y_ticks = _frame(chart)
-    columns = 2 if max(len(series.name) for series in chart.series) <= 30 else 1  # long names would run into each other
+    columns = 2 if max(len(series.name) for series in chart.series) <= 26 else 1  # long names would run into each other
     legend_rows = math.ceil(len(chart.series) / columns)
     height = HEIGHT + 18 * legend_rows + 6
     parts = [f'<text class="chart-ink" x="{LEFT}" y="18" font-size="14" font-weight="600">{escape(chart.title)}</text>']
@@ -151,33 +154,3 @@ def _legend_entry(series: Series, x: float, y: float) -> str:
         mark = f'<circle class="{css}" cx="{x + 10}" cy="{y}" r="5"/>'
     text = f'<text class="chart-soft" x="{x + 27}" y="{y + 4}" font-size="12">{escape(series.name)}</text>'
     return f'<g class="c{series.colour % len(LIGHT)}">{mark}{text}</g>'
-
-
-def chart_png(chart: Chart, path: Path) -> None:
-    """The same chart as PNG; needs matplotlib."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("PNG files need matplotlib: pip install matplotlib (the page and its SVG files do not)") from error
-    figure = Figure(figsize=(6.4, 4.4), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for series in chart.series:
-        xs, ys = zip(*series.points, strict=True)
-        colour = LIGHT[series.colour % len(LIGHT)]
-        looks = {
-            PLANNED: {"marker": ".", "linestyle": "-"},
-            PAPER: {"marker": "o", "linestyle": "", "fillstyle": "none"},
-            MEASURED: {"marker": "o", "linestyle": ""},
-        }[series.kind]
-        axes.plot(xs, ys, color=colour, label=series.name, **looks)  # type: ignore[arg-type]
-    if chart.log_x:
-        axes.set_xscale("log")
-    ticks = chart.ticks or _number_ticks(chart, _frame(chart)[0])
-    axes.set_xticks([value for value, _ in ticks], [text for _, text in ticks], fontsize=8)
-    axes.minorticks_off()
-    axes.set(title=chart.title, xlabel=chart.x_label, ylabel=chart.y_label)
-    axes.grid(alpha=0.3)
-    axes.legend(fontsize=8)
-    figure.savefig(path)

@@ -14,7 +14,7 @@ def environment() -> dict[str, Any]:
     import torch
     import transformers
 
-    from .. import __version__
+    from .version import __version__
 
     found: dict[str, Any] = {
         "commit": _commit(),

@@ -5,20 +5,23 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from .terminal import show
+
 
 class LineWriter:
-    """Writes whole lines to ``path`` (None: standard output). A line that does not fit on the disk is taken back."""
+    """Writes whole lines to ``path`` (None: standard output), behind those that are there with ``append``. A line that does not fit
+    on the disk is taken back."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, *, append: bool = False) -> None:
         self.path = path
         try:
-            self._file = None if path is None else path.open("wb", buffering=0)
+            self._file = None if path is None else path.open("ab" if append else "wb", buffering=0)
         except OSError as error:
             raise ValueError(f"cannot write {path}: {error.strerror}") from error
 
     def write(self, line: str) -> None:
         if self._file is None:
-            print(line, flush=True)
+            show(line)
             return
         data = memoryview((line + "\n").encode("utf-8"))
         begin = self._file.tell() if self._file.seekable() else None

@@ -4,21 +4,26 @@
     'ladder:16-31'
 
 A wiring is one *kind* applied to a set of layers; every other layer is ``standard``. The rules themselves (who reads what,
-when a sum over ranks starts and when it is waited for) are in ``wiring.py``. Nothing here imports torch.
+when an all-reduce starts and when it is waited for) are in ``wiring.py``. Nothing here imports torch.
 """
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
+from ..common.suggest import did_you_mean
+
 KINDS = ("standard", "ladder", "parallel", "desync", "delayed", "no-comm")
+LEAST_STEP = {"desync": 2, "delayed": 1}  # kinds that are written with a number (desync-2x, delayed-1), and the least it may be
 EXAMPLES = "standard, ladder, ladder:16-31, ladder:last-half, parallel, desync-2x, delayed-1, no-comm"
 # On these wirings ranks hold different streams, so the function a checkpoint computes depends on the number of ranks.
 RANK_DEPENDENT = ("desync", "delayed", "no-comm")
+# On these a module's partial joins the stream before it is reduced; on all others the stream takes the reduced output.
+ADDS_PARTIALS = ("parallel", "desync", "delayed", "no-comm")
 MAX_LAYERS = 100_000  # far above any model; keeps a malformed config from allocating the layer list of "10**12 layers"
 CONFIG_KEY = "wiring"
 AUTHORS_KEY = "ladder_layers"  # the field of the paper's own checkpoints: an int (the last k layers) or a list of layers
@@ -26,10 +31,19 @@ AUTHORS_KEY = "ladder_layers"  # the field of the paper's own checkpoints: an in
 
 @dataclass(frozen=True)
 class Wiring:
-    """``kind`` on ``layers`` (sorted, no duplicates), ``standard`` elsewhere.
+    """Which layers of a model read what: ``kind`` on ``layers``, ``standard`` elsewhere.
 
-    ``step`` is the N of desync-Nx (one sum every N modules) or the delta of delayed-delta. ``tp``, if set, is the only number
-    of ranks on which a rank-dependent wiring computes what it was trained for.
+    Attributes:
+        kind: ``"standard"``, ``"ladder"``, ``"parallel"``, ``"desync"``, ``"delayed"`` or ``"no-comm"``.
+        layers: The layers of that kind, sorted, without duplicates.
+        num_layers: Layers of the model.
+        step: The N of desync-Nx (one all-reduce every N modules) or the delta of delayed-delta.
+        tp: If set, the only number of ranks on which a rank-dependent wiring computes what it was trained for.
+
+    Examples:
+        >>> wiring = Wiring.parse("ladder:last-half", num_layers=8)
+        >>> wiring.spec, wiring.layers, wiring.picture()
+        ('ladder:4-7', (4, 5, 6, 7), '||||####')
     """
 
     kind: str
@@ -40,35 +54,33 @@ class Wiring:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(f"unknown wiring kind {self.kind!r}{_near(self.kind, KINDS)}; choose from {', '.join(KINDS)}")
+            raise ValueError(
+                f"unknown wiring kind {self.kind!r}{did_you_mean(self.kind, KINDS)}; choose from {', '.join(KINDS)}"
+            )
         if not _is_int(self.num_layers) or not 1 <= self.num_layers <= MAX_LAYERS:
             raise ValueError(f"num_layers must be a whole number from 1 to {MAX_LAYERS}, got {self.num_layers!r}")
-        if any(not _is_int(layer) for layer in self.layers):
+        if not all(map(_is_int, self.layers)):
             raise ValueError(f"layers of a wiring must be whole numbers, got {list(self.layers)!r:.80}")
-        layers = tuple(sorted(set(self.layers)))
-        if layers and not (layers[0] >= 0 and layers[-1] < self.num_layers):
-            bad = layers[0] if layers[0] < 0 else layers[-1]
-            raise ValueError(
-                f"wiring names layer {bad}, but the model has {self.num_layers} layers (0 to {self.num_layers - 1})"
-            )
-        if self.kind == "standard" or not layers:
+        if wrong := [layer for layer in self.layers if not 0 <= layer < self.num_layers]:
+            raise ValueError(_no_such_layer("wiring", wrong[0], self.num_layers))
+        if self.kind == "standard" or not self.layers:
             # One spelling for "nothing is rewired", so that equal wirings compare equal.
-            object.__setattr__(self, "kind", "standard")
-            object.__setattr__(self, "step", 0)
-            object.__setattr__(self, "tp", None)
-            layers = ()
-        object.__setattr__(self, "layers", layers)
-        if self.kind == "desync" and not (_is_int(self.step) and 2 <= self.step <= 2 * MAX_LAYERS):
-            raise ValueError(f"desync needs the number of modules per sum, at least 2 (desync-2x), got {self.step!r}")
-        if self.kind == "delayed" and not (_is_int(self.step) and 1 <= self.step <= 2 * MAX_LAYERS):
-            raise ValueError(f"delayed needs a delay of at least 1 module (delayed-1), got {self.step!r}")
-        if self.tp is not None:
-            if self.kind not in RANK_DEPENDENT:
-                raise ValueError(
-                    f"'@{self.tp}' ties a wiring to {self.tp} ranks, but {self.kind} does not depend on them: drop it"
-                )
-            if not _is_int(self.tp) or self.tp < 1:
-                raise ValueError(f"the number of ranks of a wiring must be a positive whole number, got {self.tp!r}")
+            self._set(kind="standard", layers=(), step=0, tp=None)
+            return
+        self._set(layers=tuple(sorted(set(self.layers))))
+        least = LEAST_STEP.get(self.kind)
+        if least is not None and not (_is_int(self.step) and least <= self.step <= 2 * MAX_LAYERS):
+            raise ValueError(f"{self.kind} needs a number of modules, at least {least}, got {self.step!r}")
+        if self.tp is None:
+            return
+        if self.kind not in RANK_DEPENDENT:
+            raise ValueError(f"'@{self.tp}' ties a wiring to {self.tp} ranks, but {self.kind} does not depend on them: drop it")
+        if not _is_int(self.tp) or self.tp < 1:
+            raise ValueError(f"the number of ranks of a wiring must be a positive whole number, got {self.tp!r}")
+
+    def _set(self, **fields: Any) -> None:
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
 
     @classmethod
     def parse(cls, spec: str, num_layers: int) -> Wiring:
@@ -84,6 +96,8 @@ class Wiring:
             tp = _whole(ranks.strip(), f"the number of ranks after '@' in wiring {spec!r:.80}")
         if colon and kind == "standard":
             raise ValueError(f"wiring {spec!r:.80}: standard takes no layers; name the layers of the other kind instead")
+        if at and kind not in RANK_DEPENDENT:
+            raise ValueError(f"'@{tp}' ties a wiring to {tp} ranks, but {kind} does not depend on them: drop it")
         chosen = tuple(_parse_layers(layers, num_layers, spec)) if colon else tuple(range(num_layers))
         if not chosen:
             raise ValueError(
@@ -120,7 +134,11 @@ class Wiring:
         return f"{self.name}{layers}" + (f"@{self.tp}" if self.tp else "")
 
     def kind_of(self, layer: int) -> str:
-        return self.kind if layer in self.layers else "standard"
+        return self.kind if layer in self._rewired else "standard"
+
+    @cached_property
+    def _rewired(self) -> frozenset[int]:
+        return frozenset(self.layers)
 
     def check_tp(self, tp: int) -> None:
         """A rank-dependent checkpoint on another number of ranks would answer with plausible nonsense: refuse."""
@@ -138,22 +156,20 @@ class Wiring:
 
     def picture(self) -> str:
         """One character a layer: ``|`` standard, ``#`` rewired."""
-        rewired = set(self.layers)
-        return "".join("#" if layer in rewired else "|" for layer in range(self.num_layers))
+        return "".join("#" if layer in self._rewired else "|" for layer in range(self.num_layers))
 
     def __str__(self) -> str:
         return self.spec
 
 
 def _parse_name(name: str, spec: str) -> tuple[str, int]:
-    if name in ("standard", "ladder", "parallel", "no-comm"):
+    kind, _, step = name.rpartition("-")
+    if kind in LEAST_STEP and (match := re.fullmatch(r"([0-9]{1,7})x?" if kind == "desync" else r"([0-9]{1,7})", step)):
+        return kind, int(match[1])
+    if name in KINDS and name not in LEAST_STEP:
         return name, 0
-    if match := re.fullmatch(r"desync-([0-9]{1,7})x?", name):
-        return "desync", int(match[1])
-    if match := re.fullmatch(r"delayed-([0-9]{1,7})", name):
-        return "delayed", int(match[1])
     known = ("standard", "ladder", "parallel", "no-comm", "desync-2x", "desync-4x", "delayed-1")
-    raise ValueError(f"unknown wiring {name!r:.60} in {spec!r:.80}{_near(name, known)}; examples: {EXAMPLES}")
+    raise ValueError(f"unknown wiring {name!r:.60} in {spec!r:.80}{did_you_mean(name, known)}; examples: {EXAMPLES}")
 
 
 def _parse_layers(text: str, num_layers: int, spec: str) -> Iterable[int]:
@@ -172,9 +188,7 @@ def _parse_layers(text: str, num_layers: int, spec: str) -> Iterable[int]:
             if first > last:
                 raise ValueError(f"wiring {spec!r:.80}: the range {item} runs backwards; write {last}-{first}")
             if last >= num_layers:
-                raise ValueError(
-                    f"wiring {spec!r:.80} names layer {last}, but the model has {num_layers} layers (0 to {num_layers - 1})"
-                )
+                raise ValueError(_no_such_layer(f"wiring {spec!r:.80}", last, num_layers))
             chosen.update(range(first, last + 1))
         else:
             raise ValueError(
@@ -193,6 +207,10 @@ def _format_layers(layers: tuple[int, ...]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
+def _no_such_layer(what: str, layer: int, num_layers: int) -> str:
+    return f"{what} names layer {layer}, but the model has {num_layers} layers (0 to {num_layers - 1})"
+
+
 def _whole(text: str, what: str) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text):
         raise ValueError(f"{what} must be a whole number, got {text!r:.40}")
@@ -201,8 +219,3 @@ def _whole(text: str, what: str) -> int:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _near(name: object, choices: Iterable[str]) -> str:
-    match = difflib.get_close_matches(str(name), list(choices), n=1)
-    return f" (did you mean {match[0]!r}?)" if match else ""

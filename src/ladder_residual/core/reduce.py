@@ -1,17 +1,16 @@
-"""When and how the partial outputs of the ranks are summed.
+"""When and how the partial outputs of the ranks are all-reduced.
 
-``reducer.start(partial)`` begins a sum over ranks and returns a :class:`Pending`; ``pending.wait()`` returns the sum. Between
-the two, the caller computes. Every reducer is differentiable, and hides its backward the same way: each rank's stream is its
-own variable, so the gradient of a sum over ranks is again a sum over ranks; it *starts* where the forward waited and is *waited
-for* where the forward started. Autograd walks the graph backwards, so whatever overlapped in the forward overlaps there too.
+``reducer.start(partial)`` starts an all-reduce and returns a :class:`Pending`; ``pending.wait()`` returns the reduced tensor. The
+caller computes in between. Every reducer is differentiable and overlaps its backward the same way. Each rank's stream is a variable
+of its own, so the gradient of an all-reduce is again an all-reduce: it *starts* where the forward waited and is *waited for* where
+the forward started. Autograd runs the graph backwards, so what overlapped in the forward overlaps in the backward too.
 
-Consequence for training: a parameter that every rank holds whole (norms, routers) collects only this rank's share of its
-gradient; ``parallel.finish_gradients`` sums those once per optimizer step.
+Consequence for training: a parameter that every rank holds whole (norms, routers) collects only this rank's part of its gradient.
+``train.gradients.finish_gradients`` all-reduces those once per optimizer step.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,176 +18,128 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .sockets import PeerSockets
 
-# Up to this size an exchange of whole partials + local sum (one network trip) beats gloo's all-reduce (two). Two ranks send the
-# same number of bytes either way; more ranks send size/2 times as many, so there it is kept for messages where latency rules.
-EXCHANGE_BELOW_TWO_RANKS = 1 << 20
-EXCHANGE_BELOW = 1 << 16
-# How partials travel: as they are, or wider ones rounded to bfloat16. Then each partial is off by at most 2^-8 of itself. Exchanged
-# partials are added in their own dtype, so that is the whole error; an all-reduce also adds in bfloat16, 2^-8 of the sum per rank.
-WIRES = {"same": None, "bf16": torch.bfloat16}
+class ReduceWork:
+    """An all-reduce that was launched, without autograd. Like ``torch.distributed.Work``, but ``wait`` returns the tensor."""
 
-
-class Sum:
-    """A sum over ranks on its way. ``finish`` blocks until it is there (on CUDA: makes the current stream wait)."""
-
-    def finish(self) -> Tensor:
+    def wait(self) -> Tensor:
+        """Block until the result is there. On CUDA only the current stream waits."""
         raise NotImplementedError
 
 
-class _Ready(Sum):
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
+class CompletedWork(ReduceWork):
+    """An all-reduce whose result is there already."""
 
-    def finish(self) -> Tensor:
-        return self.total
+    def __init__(self, result: Tensor) -> None:
+        self.result = result
+
+    def wait(self) -> Tensor:
+        return self.result
 
 
-class _InFlight(Sum):
+class _GroupWork(ReduceWork):
+    """An all-reduce of a process group."""
+
     def __init__(self, work: dist.Work, buffer: Tensor, reducer: GroupReducer) -> None:
         self.work, self.buffer, self.reducer = work, buffer, reducer
 
-    def finish(self) -> Tensor:
-        self.reducer.settle()
+    def wait(self) -> Tensor:
+        self.reducer.drain()
         self.work.wait()
         return self.buffer
 
 
-class _Exchange(Sum):
-    """Every rank's partial, on its way to every other. Added in rank order everywhere, so the ranks agree to the last bit."""
+class Reduction:
+    """One all-reduce from ``start`` to ``wait``, and the all-reduce of its gradient. Both autograd nodes hold it, so that in each
+    direction the node that waits finds the work that the other one launched."""
 
-    def __init__(self, sockets: PeerSockets, number: int, partials: list[Tensor], dtype: torch.dtype) -> None:
-        self.sockets, self.number, self.partials, self.dtype = sockets, number, partials, dtype
-        self.total: Tensor | None = None
-
-    def finish(self) -> Tensor:
-        if self.total is None:
-            self.sockets.receive(self.number)
-            self.total = self.partials[0].to(self.dtype) + self.partials[1]
-            for partial in self.partials[2:]:
-                self.total += partial
-            self.partials = []
-        return self.total
-
-
-class _Rounded(Sum):
-    """A sum in the dtype of the wire, given back in the partial's own."""
-
-    def __init__(self, inner: Sum, dtype: torch.dtype) -> None:
-        self.inner, self.dtype = inner, dtype
-
-    def finish(self) -> Tensor:
-        return self.inner.finish().to(self.dtype)
-
-
-class _Late(Sum):
-    """Emulated latency: ready no sooner than ``ready_at`` on this host's clock."""
-
-    def __init__(self, inner: Sum, ready_at: float) -> None:
-        self.inner, self.ready_at = inner, ready_at
-
-    def finish(self) -> Tensor:
-        total = self.inner.finish()
-        left = self.ready_at - time.perf_counter()
-        if left > 0:
-            time.sleep(left)  # not spun: on a small host the spinning rank would take the core its peer's network thread needs
-        return total
-
-
-class _Ticket:
-    """Ties the two ends of one sum together, so that the backward of one end finds what the other started."""
-
-    def __init__(self, reducer: Reducer, forward: Sum | None = None) -> None:
+    def __init__(self, reducer: Reducer) -> None:
         self.reducer = reducer
-        self.forward = forward
-        self.backward: Sum | None = None
-        self.keep = False  # the sum is waited for again (a layer that gradient checkpointing recomputes)
+        self.forward: ReduceWork | None = None
+        self.backward: ReduceWork | None = None
+        self.waited_again = False  # gradient checkpointing recomputes the layer that waits
 
-    def finish(self) -> Tensor:
-        assert self.forward is not None, "waited for a sum that was never started, or a second time"
-        total = self.forward.finish()
-        if not self.keep:
-            self.forward = None  # autograd may keep this ticket until the backward; the sum need not live as long
-        return total
+    def wait_forward(self) -> Tensor:
+        assert self.forward is not None, "waited for an all-reduce that was not started, or for a second time"
+        result = self.forward.wait()
+        if not self.waited_again:
+            self.forward = None  # autograd may keep this object until the backward; the result need not live as long
+        return result
 
 
 class _Start(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, partial: Tensor, ticket: _Ticket) -> Tensor:
-        ctx.ticket = ticket
-        ticket.forward = ticket.reducer.launch(partial.detach())
-        return partial.new_empty(()).expand(partial.shape)  # a place in the graph; the sum itself travels in the ticket
+    def forward(ctx: Any, partial: Tensor, reduction: Reduction) -> Tensor:
+        ctx.reduction = reduction
+        reduction.forward = reduction.reducer.launch(partial.detach())
+        return partial.new_empty(()).expand(partial.shape)  # a node of the graph without memory of its own
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        total = ctx.ticket.backward.finish()
-        ctx.ticket.backward = None
-        return total, None
+        result = ctx.reduction.backward.wait()
+        ctx.reduction.backward = None
+        return result, None
 
 
 class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, place: Tensor, ticket: _Ticket) -> Tensor:
-        ctx.ticket = ticket
-        return ticket.finish().detach()  # a new tensor each time: a recomputed forward waits for the same sum again
+    def forward(ctx: Any, placeholder: Tensor, reduction: Reduction) -> Tensor:
+        ctx.reduction = reduction
+        return reduction.wait_forward().detach()  # a new tensor each time: a recomputed layer waits once more
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.ticket.backward = ctx.ticket.reducer.launch(grads[0])
-        return grads[0], None  # stands for the sum until _Start.backward, its only reader, finishes it
+        ctx.reduction.backward = ctx.reduction.reducer.launch(grads[0])
+        return grads[0], None  # stands for the result until _Start.backward, its only reader, waits for it
 
 
 class Pending(NamedTuple):
-    """A sum in flight, and what is still to be done with it. A tuple, so that FSDP and checkpointing see its tensors.
+    """An all-reduce in flight, and what is done with its result. A tuple, so that FSDP and checkpointing see its tensors.
 
-    ``own`` is subtracted from the sum (the delayed wiring has added this rank's share already); ``after`` is applied to it
-    (the post-norm of families that have one: it is no linear map, so it must see the sum and not the partials).
+    ``own`` is subtracted from the result: the delayed wiring has added this rank's partial already. ``after`` is applied to the
+    result: a post-norm is not linear, so it must see the reduced tensor and not the partials.
     """
 
-    place: Tensor
-    ticket: _Ticket
+    placeholder: Tensor
+    reduction: Reduction
     own: Tensor | None = None
     after: Callable[[Tensor], Tensor] | None = None
 
     def wait(self) -> Tensor:
-        self.ticket.reducer.waited(self.ticket)
-        total = self.ticket.reducer.finish(self)
+        result = self.reduction.reducer.wait(self)
         if self.own is not None:
-            total = total - self.own
-        return total if self.after is None else self.after(total)
+            result = result - self.own
+        return result if self.after is None else self.after(result)
 
 
 class Reducer:
-    """One process: the partial is the sum already."""
+    """One process: the partial is the result already."""
 
     size = 1
     rank = 0
 
     def start(self, partial: Tensor) -> Pending:
-        """Begin the sum of this rank's ``partial`` with the other ranks'."""
-        return Pending(partial, _Ticket(self))
+        """Start the all-reduce of this rank's ``partial``."""
+        return Pending(partial, Reduction(self))
 
-    def finish(self, pending: Pending) -> Tensor:
-        return pending.place
+    def wait(self, pending: Pending) -> Tensor:
+        """The result of ``pending``, without its ``own`` and ``after``."""
+        return pending.placeholder
 
-    def launch(self, partial: Tensor) -> Sum:
-        """The sum itself, without autograd."""
-        return _Ready(partial)
+    def launch(self, partial: Tensor) -> ReduceWork:
+        """The all-reduce itself, without autograd."""
+        return CompletedWork(partial)
 
     def gather(self, local: Tensor) -> Tensor:
         """Concatenate the ranks' tensors along the last dim (vocabulary-parallel logits). Differentiable."""
         return local
 
-    def waited(self, ticket: _Ticket) -> None:
-        """Called as a sum is waited for. For observers."""
-
-    def settle(self) -> None:
-        """Called before this rank waits for its peers by other ways: what it owes them here comes first."""
+    def drain(self) -> None:
+        """Complete the messages that peers wait for. Called before this rank waits for its peers in any other way."""
 
 
 class GroupReducer(Reducer):
-    """Sums over a process group, blocking: the sum is complete when ``start`` returns."""
+    """All-reduces over a process group, blocking: the result is there when ``start`` returns."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self.group = group
@@ -196,32 +147,32 @@ class GroupReducer(Reducer):
         self.rank = dist.get_rank(group)
 
     def start(self, partial: Tensor) -> Pending:
-        ticket = _Ticket(self)
+        reduction = Reduction(self)
         if torch.is_grad_enabled() and partial.requires_grad:
-            return Pending(_Start.apply(partial, ticket), ticket)
-        ticket.forward = self.launch(partial)
-        return Pending(partial, ticket)
+            return Pending(_Start.apply(partial, reduction), reduction)
+        reduction.forward = self.launch(partial)
+        return Pending(partial, reduction)
 
-    def finish(self, pending: Pending) -> Tensor:
-        if torch.is_grad_enabled() and pending.place.requires_grad:
-            return _Wait.apply(pending.place, pending.ticket)
-        return pending.ticket.finish()
+    def wait(self, pending: Pending) -> Tensor:
+        if torch.is_grad_enabled() and pending.placeholder.requires_grad:
+            return _Wait.apply(pending.placeholder, pending.reduction)
+        return pending.reduction.wait_forward()
 
-    def launch(self, partial: Tensor) -> Sum:
-        return _Ready(self.all_reduce(partial).finish())
+    def launch(self, partial: Tensor) -> ReduceWork:
+        return CompletedWork(self.all_reduce(partial).wait())
 
-    def all_reduce(self, partial: Tensor) -> Sum:
+    def all_reduce(self, partial: Tensor) -> ReduceWork:
         buffer = partial.clone(memory_format=torch.contiguous_format)  # never write into what the module returned
         work = dist.all_reduce(buffer, group=self.group, async_op=True)
         assert work is not None
-        return _InFlight(work, buffer, self)
+        return _GroupWork(work, buffer, self)
 
     def gather(self, local: Tensor) -> Tensor:
         return _Gather.apply(local, self)
 
     def gather_parts(self, local: Tensor) -> list[Tensor]:
         """Every rank's tensor, in rank order."""
-        self.settle()
+        self.drain()
         parts = [torch.empty_like(local) for _ in range(self.size)]
         dist.all_gather(parts, local, group=self.group)
         return parts
@@ -240,124 +191,50 @@ class _Gather(torch.autograd.Function):
         return grads[0].narrow(-1, ctx.rank * ctx.width, ctx.width), None
 
 
-class AsyncReducer(GroupReducer):
-    """Sums over a process group while the caller goes on computing.
-
-    With ``sockets`` (CPU hosts), messages of at most ``exchange_below`` bytes are exchanged whole and summed locally: one trip over
-    the network instead of two, and no helper thread. ``wire`` is one of ``WIRES``; the ranks' own partials are rounded like the
-    others', so that all ranks hold the same sum.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        sockets: PeerSockets | None = None,
-        exchange_below: int | None = None,
-        wire: str = "same",
-    ) -> None:
-        super().__init__(group)
-        if wire not in WIRES:
-            raise ValueError(f"unknown wire {wire!r}; choose {' or '.join(WIRES)}")
-        self.wire = WIRES[wire]
-        if exchange_below is None:
-            exchange_below = EXCHANGE_BELOW_TWO_RANKS if self.size == 2 else EXCHANGE_BELOW
-        if exchange_below < 0:
-            raise ValueError(f"exchange_below is a number of bytes, 0 or more; got {exchange_below}")
-        self.sockets, self.exchange_below = sockets, exchange_below
-
-    def launch(self, partial: Tensor) -> Sum:
-        dtype = partial.dtype
-        rounded = self.wire is not None and dtype.itemsize > self.wire.itemsize
-        message = partial.to(self.wire) if rounded else partial
-        if self.sockets is not None and self._is_small(message):
-            return _Exchange(self.sockets, *self.sockets.exchange(message), dtype)
-        return _Rounded(self.all_reduce(message), dtype) if rounded else self.all_reduce(message)
-
-    def gather_parts(self, local: Tensor) -> list[Tensor]:
-        if self.sockets is None or not self._is_small(local):
-            return super().gather_parts(local)
-        number, parts = self.sockets.exchange(local)
-        self.sockets.receive(number)
-        return parts
-
-    def _is_small(self, message: Tensor) -> bool:
-        return message.numel() * message.element_size() <= self.exchange_below
-
-    def settle(self) -> None:
-        if self.sockets is not None:
-            self.sockets.settle()
-
-
-class LatencyReducer(AsyncReducer):
-    """An asynchronous reducer over an *emulated* slower link: no sum is there sooner than ``seconds`` after its start."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        sockets: PeerSockets | None = None,
-        exchange_below: int | None = None,
-        wire: str = "same",
-        *,
-        seconds: float,
-    ) -> None:
-        super().__init__(group, sockets, exchange_below, wire)
-        if not 0 <= seconds <= 60:
-            raise ValueError(f"an emulated latency is between 0 and 60 seconds, got {seconds}")
-        self.seconds = seconds
-
-    def launch(self, partial: Tensor) -> Sum:
-        ready_at = time.perf_counter() + self.seconds
-        return _Late(super().launch(partial), ready_at)
-
-
 class RecordingReducer(Reducer):
-    """Passes everything on to ``inner`` and keeps the order of events: ``("start", k)``, ``("wait", k)``, ``("compute", name)``.
+    """Passes everything on to ``inner`` and records the order of events: ``("start", k)``, ``("wait", k)``, ``("compute", name)``.
 
-    That order is the proof of the overlap: a sum is hidden exactly if some compute stands between its start and its wait.
+    The order proves the overlap: an all-reduce is hidden if and only if something is computed between its start and its wait.
     """
 
     def __init__(self, inner: Reducer | None = None) -> None:
         self.inner = inner or Reducer()
         self.size, self.rank = self.inner.size, self.inner.rank
         self.events: list[tuple[str, int | str]] = []
-        self._ids: dict[int, int] = {}
-        self._tickets: list[_Ticket] = []  # keeps them alive, so that ids stay unique
+        self.reductions: list[Reduction] = []  # number k of the events is the position in this list
 
     def start(self, partial: Tensor) -> Pending:
+        self.events.append(("start", len(self.reductions)))
         pending = self.inner.start(partial)
-        pending.ticket.reducer = self
-        self._ids[id(pending.ticket)] = len(self._tickets)
-        self.events.append(("start", len(self._tickets)))
-        self._tickets.append(pending.ticket)
+        pending.reduction.reducer = self
+        self.reductions.append(pending.reduction)
         return pending
 
-    def finish(self, pending: Pending) -> Tensor:
-        return self.inner.finish(pending)
+    def wait(self, pending: Pending) -> Tensor:
+        self.events.append(("wait", self.reductions.index(pending.reduction)))
+        return self.inner.wait(pending)
 
-    def launch(self, partial: Tensor) -> Sum:
+    def launch(self, partial: Tensor) -> ReduceWork:
         return self.inner.launch(partial)
 
     def gather(self, local: Tensor) -> Tensor:
         return self.inner.gather(local)
 
-    def settle(self) -> None:
-        self.inner.settle()
-
-    def waited(self, ticket: _Ticket) -> None:
-        self.events.append(("wait", self._ids[id(ticket)]))
+    def drain(self) -> None:
+        self.inner.drain()
 
     def watch(self, module: torch.nn.Module, name: str) -> None:
-        """Record when ``module`` begins to compute."""
+        """Record when ``module`` starts to compute."""
         module.register_forward_pre_hook(lambda *_: self.events.append(("compute", name)))
 
     def check_each_waited_once(self) -> None:
-        for ticket in range(len(self._tickets)):
-            waits = self.events.count(("wait", ticket))
+        for number in range(len(self.reductions)):
+            waits = self.events.count(("wait", number))
             if waits != 1:
-                raise AssertionError(f"sum {ticket} was waited for {waits} times; a started sum is waited for exactly once")
+                raise AssertionError(f"all-reduce {number} was waited for {waits} times, expected exactly once")
 
     def hidden(self) -> list[bool]:
-        """For each sum, whether anything was computed between its start and its wait."""
+        """For each all-reduce, whether anything was computed between its start and its wait."""
         positions = {event: index for index, event in enumerate(self.events)}
-        spans = [(positions["start", k], positions["wait", k]) for k in range(len(self._tickets))]
+        spans = [(positions["start", k], positions["wait", k]) for k in range(len(self.reductions))]
         return [any(event == "compute" for event, _ in self.events[start:wait]) for start, wait in spans]

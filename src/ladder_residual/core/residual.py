@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from .config import Wiring
 from .reduce import Reducer
-from .wiring import Branch, State, flush, step
+from .wiring import Branch, State, finalize, step
 
 
 class ResidualChain(nn.Module):
@@ -37,4 +37,4 @@ class ResidualChain(nn.Module):
         state = State(x)
         for layer, block in enumerate(self.blocks):
             state = step(self.wiring, layer, state, [Branch(branch) for branch in block.children()], self.reducer)
-        return flush(state, self.reducer)
+        return finalize(state, self.reducer)

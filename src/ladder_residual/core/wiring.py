@@ -1,7 +1,7 @@
 """The residual wirings, side by side.
 
 A decoder is a chain of modules h_1, h_2, ... (attention, MLP, attention, MLP, ...), each with its pre-norm inside. x_0 is the
-embedding, AR the sum over ranks of the partials each rank computes.
+embedding, AR the all-reduce of the partials that the ranks compute.
 
     standard    x_i = x_{i-1} + AR(h_i(x_{i-1}))
     ladder      x_i = x_{i-1} + AR(h_i(x_{i-2})),  x_{-1} = x_0
@@ -11,10 +11,12 @@ embedding, AR the sum over ranks of the partials each rank computes.
     no-comm     x  += partial, never an AR: wrong on purpose, the upper bound of any speed-up
 
 Each function takes one layer's step: ``ladder(state, modules, reducer) -> state``, with ``modules`` the layer's residual branches
-in order, for a decoder ``(attn, mlp)``. A module maps the stream to this rank's *partial*; the wiring alone decides when a sum
-starts and when it is waited for. What a layer leaves in flight travels in the ``State`` to the next one, so any mixture of
-standard and ladder layers follows the recurrence across its borders: a standard module first settles everything in flight, a
-ladder module leaves the most recent sum in flight while it computes.
+in order, for a decoder ``(attn, mlp)``. A module maps the stream to this rank's *partial*; the wiring alone decides when an
+all-reduce starts and when it is waited for. What a layer leaves in flight travels in the ``State`` to the next one, so any mixture of
+standard and ladder layers follows the recurrence across its borders: a standard module first waits for everything in flight, a
+ladder module leaves the most recent all-reduce in flight while it computes.
+
+Nothing here imports torch: ``dependencies.py`` runs these functions on symbols, for the planner too.
 """
 
 from __future__ import annotations
@@ -22,16 +24,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce
 from operator import add
-from typing import NamedTuple
-
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from .config import Wiring
-from .reduce import Pending, Reducer
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .reduce import Pending, Reducer
 
 
 class Branch(NamedTuple):
-    """A module of the chain. ``partial`` maps the stream to this rank's share; ``after`` is applied to the sum (post-norms)."""
+    """A module of the chain. ``partial`` maps the stream to this rank's part; ``after`` is applied to the reduced output (post-norms)."""
 
     partial: Callable[[Tensor], Tensor]
     after: Callable[[Tensor], Tensor] | None = None
@@ -41,15 +45,15 @@ class Branch(NamedTuple):
 
 
 class State(NamedTuple):
-    """What one layer hands to the next: the stream, and the sums not yet added to it (oldest first)."""
+    """What one layer hands to the next: the stream, and the all-reduces not yet added to it (oldest first)."""
 
     stream: Tensor
     pending: tuple[Pending, ...] = ()
-    diverged: bool = False  # the ranks' streams differ (desync between two sums)
+    diverged: bool = False  # the ranks' streams differ (desync between two all-reduces)
 
 
-def settle(state: State, keep: int = 0) -> State:
-    """Wait for all but the ``keep`` most recent sums and add them to the stream."""
+def wait_pending(state: State, keep: int = 0) -> State:
+    """Wait for all but the ``keep`` most recent all-reduces and add them to the stream."""
     due = len(state.pending) - keep
     if due <= 0:
         return state
@@ -59,9 +63,9 @@ def settle(state: State, keep: int = 0) -> State:
     return state._replace(stream=stream, pending=state.pending[due:])
 
 
-def agree(state: State, reducer: Reducer) -> State:
-    """Settle, and bring diverged streams back to one: their mean."""
-    state = settle(state)
+def average_streams(state: State, reducer: Reducer) -> State:
+    """Wait for everything in flight, and replace diverged streams by their mean."""
+    state = wait_pending(state)
     if not state.diverged:
         return state
     return State(reducer.start(state.stream / reducer.size).wait())
@@ -69,8 +73,8 @@ def agree(state: State, reducer: Reducer) -> State:
 
 def _read_and_start(state: State, module: Branch, reducer: Reducer, keep: int) -> State:
     if state.diverged:
-        state = agree(state, reducer)
-    state = settle(state, keep)
+        state = average_streams(state, reducer)
+    state = wait_pending(state, keep)
     pending = reducer.start(module(state.stream))._replace(after=module.after)
     return state._replace(pending=(*state.pending, pending))
 
@@ -93,8 +97,8 @@ def parallel(state: State, modules: Sequence[Branch], reducer: Reducer) -> State
 
 
 def desync(state: State, modules: Sequence[Branch], reducer: Reducer, *, every: int, modules_before: int) -> State:
-    """``modules_before`` counts the modules of the layers below, so that sums are ``every`` modules apart across layers."""
-    state = settle(state)
+    """``modules_before`` counts the modules of the layers below, so that all-reduces are ``every`` modules apart across layers."""
+    state = wait_pending(state)
     for index, module in enumerate(modules, start=modules_before + 1):
         partial = module(state.stream)
         if index % every == 0:
@@ -106,8 +110,8 @@ def desync(state: State, modules: Sequence[Branch], reducer: Reducer, *, every: 
 
 def delayed(state: State, modules: Sequence[Branch], reducer: Reducer, *, delay: int) -> State:
     for module in modules:
-        # A sum without `own` comes from a standard layer below: nothing of it was added yet, so it cannot stay behind.
-        state = settle(state, keep=delay if all(p.own is not None for p in state.pending) else 0)
+        # An all-reduce without `own` comes from a standard layer: nothing of it was added yet, so it cannot stay in flight.
+        state = wait_pending(state, keep=delay if all(p.own is not None for p in state.pending) else 0)
         partial = module(state.stream)
         others = reducer.start(partial)._replace(own=partial)
         state = state._replace(stream=state.stream + partial, pending=(*state.pending, others))
@@ -115,7 +119,7 @@ def delayed(state: State, modules: Sequence[Branch], reducer: Reducer, *, delay:
 
 
 def no_comm(state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
-    stream = settle(state).stream
+    stream = wait_pending(state).stream
     for module in modules:
         stream = stream + module(stream)
     return State(stream)
@@ -140,6 +144,6 @@ def step(wiring: Wiring, layer: int, state: State, modules: Sequence[Branch], re
             raise AssertionError(f"config.py knows a wiring that has no function here: {kind}")
 
 
-def flush(state: State, reducer: Reducer) -> Tensor:
+def finalize(state: State, reducer: Reducer) -> Tensor:
     """The stream after the last layer, nothing left in flight."""
-    return agree(state, reducer).stream
+    return average_streams(state, reducer).stream

@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
-ATTENTION = "ladder_lockstep"
+ATTENTION = "ladder_batched_sampling"
 WINDOW = 64  # the attended length is rounded up to this; also what memory-efficient attention wants masks aligned to
 CHECK_EVERY = 16  # steps between two looks at how many rows are left: a look waits for the device
 EMPTY = -1  # in the output: nothing was written there
@@ -57,7 +57,7 @@ class _Place:
     window: int
 
 
-class _LockstepLayer(DynamicLayer):
+class _CacheLayer(DynamicLayer):
     """Keys and values of one layer, [most rows, heads, length, dim], allocated once."""
 
     keys: Tensor
@@ -103,7 +103,7 @@ class Start:
     answer_header: tuple[int, ...] = ()
 
 
-class LockstepDecoder:
+class BatchedSampler:
     """Samples up to ``rows`` sequences of up to ``length`` tokens, start included. Use it again for every batch."""
 
     def __init__(
@@ -129,7 +129,7 @@ class LockstepDecoder:
         capacity = -(-length // WINDOW) * WINDOW
         self.columns = torch.arange(capacity, **integers)
         self.place = _Place(torch.zeros(1, **integers), rows, WINDOW)
-        self.layers = [_LockstepLayer(self.place, rows, capacity) for _ in range(model.config.num_hidden_layers)]
+        self.layers = [_CacheLayer(self.place, rows, capacity) for _ in range(model.config.num_hidden_layers)]
         self.cache = Cache(layers=list(self.layers))
         self.out = torch.full((rows, length), EMPTY, **integers)
         self.origin = torch.arange(rows, **integers)  # a row's place in the batch: rows move when the batch is squeezed
@@ -146,7 +146,7 @@ class LockstepDecoder:
 
     @torch.inference_mode()
     def sample(self, start: Start, seed: int, report: Callable[[int, int], None] = lambda step, rows: None) -> list[Tensor]:
-        """Every row's tokens, the given ones included. ``report`` is told the step and how many rows are left, now and then."""
+        """Every row's tokens, the given ones included. ``report(step, rows)`` is called now and then with the rows that are left."""
         if self._stream is None:
             return self._sample(start, seed, report)
         self._stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -237,12 +237,12 @@ class LockstepDecoder:
         sampled = self._draw(output.logits[:, -1, : self.vocabulary])
 
         following = position + 1
-        told = following < given  # [rows]: this token was given
-        forced = ~told & (stage >= 0) & (stage < self._answering)
+        prompted = following < given  # [rows]: this token is part of the prompt
+        forced = ~prompted & (stage >= 0) & (stage < self._answering)
         token = torch.where(forced, self.header[stage.clamp(0, len(self.header) - 1)], sampled)
-        token = torch.where(told, out.index_select(1, following)[:, 0], token)
-        turn_over = ~told & (stage == -1) & (token == self.end_of_turn)
-        ended = ~told & ~forced & ~turn_over & (token[:, None] == self.stops).any(1)
+        token = torch.where(prompted, out.index_select(1, following)[:, 0], token)
+        turn_over = ~prompted & (stage == -1) & (token == self.end_of_turn)
+        ended = ~prompted & ~forced & ~turn_over & (token[:, None] == self.stops).any(1)
         out.index_copy_(1, following, torch.where(done, EMPTY, token)[:, None])
         stage.copy_(torch.where(turn_over, 0, stage + forced))
         done.logical_or_(ended)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -67,7 +68,7 @@ class Corpus:
         if verify not in ("sizes", "checksums"):
             raise ValueError(f"verify must be sizes or checksums, got {verify!r}")
         corpus = cls._from_index(Path(directory))
-        corpus._check(checksums=verify == "checksums")
+        corpus.check(checksums=verify == "checksums")
         return corpus
 
     @classmethod
@@ -78,20 +79,27 @@ class Corpus:
         except FileNotFoundError:
             hint = "`ladder data prepare` has not finished there" if directory.is_dir() else "there is no such directory"
             raise ValueError(f"{directory} has no {INDEX}: {hint}") from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"cannot read {path}: {error}") from error
         if not isinstance(index, dict) or index.get("format") != FORMAT:
             raise ValueError(f"{path} is not the index of a corpus of `ladder data prepare`")
         if index.get("version") != VERSION:
             raise ValueError(
-                f"{path} has version {index.get('version')}, this program reads version {VERSION}; prepare it again"
+                f"{path} has version {index.get('version')!r:.40}, this program reads version {VERSION}; prepare it again"
             )
         try:
             shards = tuple(Shard(**shard) for shard in index["shards"])
             numbers = [index["vocab_size"], index["end_of_document"]]
             numbers += [number for shard in shards for number in (shard.tokens, shard.documents)]
-            if not shards or not all(isinstance(number, int) and number >= 0 for number in numbers):
-                raise ValueError("no shards, or numbers that are none")
+            if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+                raise ValueError("numbers that are none")
+            texts = [text for shard in shards for text in (shard.name, shard.sha256, shard.documents_sha256)]
+            if not all(type(text) is str and re.fullmatch(r"\w{1,100}", text) for text in texts):
+                raise ValueError("names or checksums of shards that are none")
+            if not any(shard.documents for shard in shards):
+                raise ValueError("no documents")
+            if not all(type(index.get(key, {})) is dict for key in ("tokenizer", "prepared")):
+                raise ValueError("tokenizer and prepared must be objects")
             corpus = cls(
                 directory,
                 index["dtype"],
@@ -103,8 +111,8 @@ class Corpus:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is damaged: {type(error).__name__}: {error}") from error
-        if corpus.dtype not in TOKEN_DTYPES:
-            raise ValueError(f"{path}: unknown dtype {corpus.dtype!r}; expected {' or '.join(TOKEN_DTYPES)}")
+        if type(corpus.dtype) is not str or corpus.dtype not in TOKEN_DTYPES:
+            raise ValueError(f"{path}: unknown dtype {corpus.dtype!r:.40}; expected {' or '.join(TOKEN_DTYPES)}")
         if corpus.vocab_size > 1 << (8 * corpus._token_dtype.itemsize):
             raise ValueError(
                 f"{path}: a vocabulary of {corpus.vocab_size} does not fit the shards' dtype {corpus.dtype} "
@@ -114,7 +122,7 @@ class Corpus:
             raise ValueError(f"{path}: the end-of-document token {corpus.end_of_document} is outside the vocabulary")
         return corpus
 
-    def _check(self, checksums: bool) -> None:
+    def check(self, checksums: bool) -> None:
         for shard in self.shards:
             for name, count, dtype, sha256 in (
                 (shard.tokens_file, shard.tokens, self._token_dtype, shard.sha256),
@@ -157,10 +165,14 @@ class Corpus:
     @cached_property
     def document_ends(self) -> NDArray[np.int64]:
         """Where each document of the stream ends (exclusive), in order."""
-        ends = [
-            self._map(shard.documents_file, ENDS_DTYPE, shard.documents).astype(np.int64) + start
-            for shard, start in zip(self.shards, self._starts, strict=False)
-        ]
+        ends = []
+        for shard, start in zip(self.shards, self._starts, strict=False):
+            found = self._map(shard.documents_file, ENDS_DTYPE, shard.documents).astype(np.int64)
+            if (np.diff(found, prepend=0) <= 0).any() or found[-1:].sum() != shard.tokens:
+                raise ValueError(
+                    f"{self.directory / shard.documents_file} is damaged: its documents do not add up; copy it again"
+                )
+            ends.append(found + start)
         return np.concatenate(ends)
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
@@ -172,9 +184,14 @@ class Corpus:
         filled = 0
         while filled < len(out):
             first = start + filled - int(self._starts[number])
-            piece = self._maps[number][first : first + len(out) - filled]
-            out[filled : filled + len(piece)] = piece
-            filled += len(piece)
+            part = self._maps[number][first : first + len(out) - filled]
+            if (largest := int(part.max(initial=0))) >= self.vocab_size:
+                where = self.directory / self.shards[number].tokens_file
+                raise ValueError(
+                    f"{where} is damaged: token {largest} is outside the vocabulary of {self.vocab_size}; copy it again"
+                )
+            out[filled : filled + len(part)] = part
+            filled += len(part)
             number += 1
         return out
 

@@ -1,6 +1,6 @@
 """Rows of tokens for a training loop: a pure function of (corpus, sequence, seed, position), so there is one integer to save.
 
-    rows = Rows(Corpus.open("corpus"), sequence=1024, seed=0)
+    rows = CorpusRows(Corpus.open("corpus"), sequence=1024, seed=0)
     batch = rows.batch(position, count)                        # the global batch at this position
     local = rows.batch(position + rank * per_rank, per_rank)   # one rank's part of it
 
@@ -18,14 +18,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .corpus import Corpus
 from .permutation import permuted
-from .shards import Corpus
 
-IGNORE = -100
+IGNORE_INDEX = -100  # as in torch and transformers
 
 
 @dataclass(frozen=True)
-class Rows:
+class CorpusRows:
     corpus: Corpus
     sequence: int
     seed: int = 0
@@ -62,7 +62,7 @@ class Rows:
         """``count`` rows from ``position`` on, counted over all epochs: input_ids and labels, [count, sequence]."""
         rows = self.order(position, count)
         inputs = np.full((count, self.sequence), self.corpus.end_of_document, np.int64)
-        labels = np.full_like(inputs, IGNORE)
+        labels = np.full_like(inputs, IGNORE_INDEX)
         for target, row in enumerate(rows.tolist()):
             start = row * self.sequence
             tokens = self.corpus.read(start, min(start + self.sequence, self.corpus.tokens))

@@ -8,7 +8,6 @@ interrupted gives the same bytes as one that was not.
 from __future__ import annotations
 
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -22,7 +21,8 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .shards import ENDS_DTYPE, INDEX, TOKEN_DTYPES, Corpus, Shard, dtype_for
+from ..common.locks import Lock
+from .corpus import ENDS_DTYPE, INDEX, TOKEN_DTYPES, Corpus, Shard, dtype_for
 
 PROGRESS = "progress.json"
 PARTIAL = ".partial"
@@ -58,7 +58,7 @@ class CorpusWriter:
     consumed: int = 0  # documents of the source that finished shards account for, the skipped ones included
     _pending: int = 0  # the same, of the shard being written
     _open: _OpenShard | None = None
-    _held: int = -1  # the directory's descriptor, which holds the lock
+    _lock: Lock | None = None  # two runs must not write the same shards
 
     @classmethod
     def begin(
@@ -70,8 +70,9 @@ class CorpusWriter:
         shard_tokens: int = DEFAULT_SHARD_TOKENS,
         tokenizer: dict[str, Any] | None = None,
         prepared: dict[str, Any] | None = None,
+        overwrite: bool = False,
     ) -> CorpusWriter:
-        """Start, or go on after the last finished shard of a run with the same settings."""
+        """Start, or go on after the last finished shard of a run with the same settings; ``overwrite`` drops what is there."""
         if shard_tokens < 1:
             raise ValueError(f"a shard needs at least 1 token, got {shard_tokens}")
         if not 0 <= end_of_document < vocab_size:
@@ -80,26 +81,17 @@ class CorpusWriter:
         writer = cls(directory, vocab_size, end_of_document, shard_tokens, tokenizer or {}, prepared or {})
         with writing_to(directory):
             directory.mkdir(parents=True, exist_ok=True)
-        if (directory / INDEX).exists():
-            raise ValueError(f"{directory} already holds a corpus; choose another directory or use --overwrite")
-        writer._lock()
+        writer._lock = Lock(directory)  # first of all: what is there may be another run's
         try:
+            if overwrite:
+                discard_corpus(directory)
+            if (directory / INDEX).exists():
+                raise ValueError(f"{directory} already holds a corpus; choose another directory or use --overwrite")
             writer._resume()
         except BaseException:
-            os.close(writer._held)
+            writer._lock.release()
             raise
         return writer
-
-    def _lock(self) -> None:
-        """Two runs must not write the same shards. The lock goes with the process, however that ends."""
-        self._held = os.open(self.directory, os.O_RDONLY)
-        try:
-            fcntl.flock(self._held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._held)
-            raise ValueError(
-                f"another process is writing to {self.directory}; wait for it or choose another directory"
-            ) from None
 
     def _resume(self) -> None:
         path = self.directory / PROGRESS
@@ -117,7 +109,7 @@ class CorpusWriter:
                     f"{self.directory} holds an unfinished corpus of other settings ({', '.join(different)} differ); "
                     "repeat them, choose another directory or use --overwrite"
                 )
-            self._as_corpus(shards)._check(checksums=True)
+            self._as_corpus(shards).check(checksums=True)
             self.shards, self.consumed = shards, consumed
         for left in self.directory.glob("*" + PARTIAL):
             left.unlink()
@@ -144,7 +136,8 @@ class CorpusWriter:
         if self._open is not None:
             self._open.discard()
             self._open = None
-        os.close(self._held)
+        if self._lock is not None:
+            self._lock.release()
 
     @property
     def tokens(self) -> int:
@@ -155,17 +148,17 @@ class CorpusWriter:
         return sum(shard.documents for shard in self.shards) + (len(self._open.ends) if self._open else 0)
 
     def add(self, tokens: ArrayLike, *, last: bool = True, place: str = "a document") -> None:
-        """A document of the source, or a piece of one (``last`` ends it). An empty one is counted, so that a resumed run skips it
+        """A document of the source, or a chunk of one (``last`` ends it). An empty one is counted, so that a resumed run skips it
         too, and not written."""
-        piece = np.asarray(tokens, np.int64)
-        if len(piece) and (piece.min() < 0 or piece.max() >= self.vocab_size):
-            wrong = int(piece.max()) if piece.max() >= self.vocab_size else int(piece.min())
+        chunk = np.asarray(tokens, np.int64)
+        if len(chunk) and (chunk.min() < 0 or chunk.max() >= self.vocab_size):
+            wrong = int(chunk.max()) if chunk.max() >= self.vocab_size else int(chunk.min())
             raise ValueError(f"{place}: token {wrong} is outside the tokenizer's vocabulary of {self.vocab_size}")
-        if len(piece):
+        if len(chunk):
             if self._open is None:
                 name = f"{len(self.shards):05d}"
                 self._open = _OpenShard.create(self.directory, name, TOKEN_DTYPES[dtype_for(self.vocab_size)])
-            self._open.write(piece)
+            self._open.write(chunk)
         if not last:
             return
         self._pending += 1
@@ -198,15 +191,10 @@ class CorpusWriter:
 
 def discard_corpus(directory: Path) -> None:
     """Remove a corpus, finished or not, and nothing else that lies in its directory."""
-    if not directory.is_dir():
-        return
-    for path in directory.iterdir():
-        if (
-            path.name in (INDEX, PROGRESS)
-            or re.fullmatch(r"\d{5,}\.(tokens|documents)", path.name)
-            or path.name.endswith(PARTIAL)
-        ):
-            path.unlink()
+    lists = [directory / name for name in (INDEX, PROGRESS)]  # first: what is left after a kill must not pass for a corpus
+    shards = [path for path in directory.iterdir() if re.fullmatch(r"\d{5,}\.(tokens|documents)|.*\.partial", path.name)]
+    for path in lists + shards:
+        path.unlink(missing_ok=True)
 
 
 @dataclass

@@ -1,7 +1,7 @@
-"""From entries to rows of equal length on disk, and the order in which a run visits them.
+"""Chunks of tokens packed into rows of equal length on disk, and the order in which a run visits them.
 
-Documents form one stream that is cut into rows. Chats stay whole: as many as fit share a row, the rest of it is padding. What
-each token is for travels with it: padding, context (compared with the teacher only), or a token to learn from the data.
+Documents form one stream that is cut into rows. Chats stay whole: as many as fit share a row, the rest of it is padding. The use
+of each token is stored beside it (``encoder.py``).
 """
 
 from __future__ import annotations
@@ -10,30 +10,21 @@ import hashlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from .entries import Entry, hub_name, read_entries
-from .settings import Settings
+from .corpus_rows import IGNORE_INDEX
+from .encoder import LEARN, PADDING, Chunk, Encoder
+from .sources import is_hub_dataset
 
-IGNORED = -100
-PADDING, CONTEXT, LEARN = 0, 1, 2
 _OPEN_ROWS = 64  # rows that wait for a chat that still fits
-
-
-class Piece(NamedTuple):
-    """An entry as tokens, and what each is for."""
-
-    ids: list[int]
-    use: list[int]
-    whole: bool  # a chat: not to be cut
-    where: str
 
 
 @dataclass(frozen=True)
@@ -43,89 +34,26 @@ class RowStore:
     ids: NDArray[Any]
     use: NDArray[np.uint8]
     padded: bool = False  # somewhere
+    picked: NDArray[np.int64] | None = None  # which rows of the arrays belong to it; None: all
 
     def __len__(self) -> int:
-        return len(self.ids)
+        return len(self.ids if self.picked is None else self.picked)
+
+    def split(self, count: int) -> tuple[RowStore, RowStore]:
+        """(the others, ``count`` rows evenly apart), both still on disk."""
+        rows = np.arange(len(self.ids)) if self.picked is None else self.picked
+        chosen = ((np.arange(count) + 0.5) * len(rows) / count).astype(np.int64)
+        return replace(self, picked=np.delete(rows, chosen)), replace(self, picked=rows[chosen])
 
     def row(self, index: int) -> dict[str, NDArray[Any]]:
+        index = index if self.picked is None else int(self.picked[index])
         ids = self.ids[index].astype(np.int64)
         use = self.use[index]
-        return {"input_ids": ids, "labels": np.where(use == LEARN, ids, IGNORED), "counted": use != PADDING}
-
-
-class Encoder:
-    """Turns entries into tokens with one tokenizer."""
-
-    def __init__(self, tokenizer: Any, vocabulary: int, *, answers_only: bool = True) -> None:
-        from ..corpus.tokens import end_of_document, first_token, tokenizer_digest
-
-        self.tokenizer, self.vocabulary, self.answers_only = tokenizer, vocabulary, answers_only
-        self.end = end_of_document(tokenizer)
-        first = first_token(tokenizer)
-        self.opening = [] if first == self.end else [first]
-        self.digest = tokenizer_digest(tokenizer)
-
-    def piece(self, entry: Entry) -> Piece:
-        if entry.messages is not None:
-            ids, use = self._chat(entry.messages, entry.where)
-            return Piece(ids, use, True, entry.where)
-        if entry.ids is not None:
-            if entry.tokenizer not in (None, self.digest):
-                raise ValueError(
-                    f"{entry.where}: its ids were made by another tokenizer ({entry.tokenizer}) than the model's ({self.digest})"
-                )
-            ids = list(entry.ids)
-        else:
-            ids = self.opening + self._plain(entry.text or "")
-        if ids[-1:] != [self.end]:
-            ids.append(self.end)
-        self._check(ids, entry.where)
-        return Piece(ids, [LEARN] * len(ids), False, entry.where)
-
-    def _plain(self, text: str) -> list[int]:
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def _check(self, ids: list[int], where: str) -> None:
-        if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
-            bad = max(ids) if max(ids) >= self.vocabulary else min(ids)
-            raise ValueError(f"{where}: token {bad} is outside the model's vocabulary of {self.vocabulary}")
-
-    def _chat(self, messages: list[dict[str, str]], where: str) -> tuple[list[int], list[int]]:
-        """The template's text, cut where answers begin and end: what the template writes up to an answer is context."""
-        if not self.tokenizer.chat_template:
-            raise ValueError(
-                f"{where} is a chat, but this checkpoint has no chat template; give plain text, or a checkpoint with one"
-            )
-        ids: list[int] = []
-        use: list[int] = []
-        written = ""
-
-        def take(text: str, mark: int) -> None:
-            nonlocal written
-            if not text.startswith(written):
-                raise ValueError(
-                    f"{where}: the chat template rewrites earlier turns as the chat goes on, so answers cannot be told apart"
-                )
-            fresh = self._plain(text[len(written) :])
-            ids.extend(fresh)
-            use.extend([mark] * len(fresh))
-            written = text
-
-        context = CONTEXT if self.answers_only else LEARN
-        for index, message in enumerate(messages):
-            if message["role"] == "assistant":
-                take(self._render(messages[:index], True), context)
-                take(self._render(messages[: index + 1], False), LEARN)
-        take(self._render(messages, False), context)
-        self._check(ids, where)
-        return ids, use
-
-    def _render(self, messages: list[dict[str, str]], prompt: bool) -> str:
-        return str(self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
+        return {"input_ids": ids, "labels": np.where(use == LEARN, ids, IGNORE_INDEX), "counted": use != PADDING}
 
 
 def pack(
-    pieces: Iterator[Piece], sequence: int, padding: int, too_long: str = "error"
+    chunks: Iterator[Chunk], sequence: int, padding: int, too_long: str = "error"
 ) -> Iterator[tuple[list[int], list[int]]]:
     """Rows of ``sequence`` tokens and their uses."""
     stream: tuple[list[int], list[int]] = ([], [])
@@ -135,30 +63,30 @@ def pack(
         missing = sequence - len(row[0])
         return row[0] + [padding] * missing, row[1] + [PADDING] * missing
 
-    for piece in pieces:
-        if piece.whole and len(piece.ids) > sequence:
+    for chunk in chunks:
+        if chunk.whole and len(chunk.ids) > sequence:
             if too_long == "error":
                 raise ValueError(
-                    f"{piece.where}: a chat of {len(piece.ids)} tokens does not fit a row of {sequence}; use a longer --sequence, or "
+                    f"{chunk.place}: a chat of {len(chunk.ids)} tokens does not fit a row of {sequence}; use a longer --sequence, or "
                     f"--too-long drop or split"
                 )
             if too_long == "drop":
                 continue
-        if piece.whole and len(piece.ids) <= sequence:
-            fitting = [row for row in open_rows if len(row[0]) + len(piece.ids) <= sequence]
+        if chunk.whole and len(chunk.ids) <= sequence:
+            fitting = [row for row in open_rows if len(row[0]) + len(chunk.ids) <= sequence]
             if fitting:
                 row = max(fitting, key=lambda row: len(row[0]))  # the fullest that takes it
             else:
                 row = ([], [])
                 open_rows.append(row)
-            row[0].extend(piece.ids)
-            row[1].extend(piece.use)
+            row[0].extend(chunk.ids)
+            row[1].extend(chunk.use)
             if len(open_rows) > _OPEN_ROWS:
                 fullest = max(range(len(open_rows)), key=lambda index: len(open_rows[index][0]))
                 yield padded(open_rows.pop(fullest))
             continue
-        stream[0].extend(piece.ids)
-        stream[1].extend(piece.use)
+        stream[0].extend(chunk.ids)
+        stream[1].extend(chunk.use)
         cut = len(stream[0]) // sequence * sequence
         for start in range(0, cut, sequence):
             yield stream[0][start : start + sequence], stream[1][start : start + sequence]
@@ -175,28 +103,28 @@ def build_rows(
     folder: Path,
     *,
     too_long: str = "error",
-    most: int | None = None,
+    limit: int | None = None,
     seed: int | None = None,
 ) -> RowStore:
     """The rows of ``source``, made once and kept in ``folder``; a second call finds them there.
 
-    A hub dataset is read until it has given ``most`` rows, shuffled by ``seed``. A file is packed whole: it is all here, so a run
+    A hub dataset is read until it has given ``limit`` rows, shuffled by ``seed``. A file is packed whole: it is all here, so a run
     of any length draws from all of it.
     """
     path = Path(source)
-    if hub_name(source) is None:
-        most = seed = None
+    if not is_hub_dataset(source):
+        limit = seed = None
     stamp = f"{path.stat().st_size} {path.stat().st_mtime_ns}" if path.is_file() else source
-    facts = [source, stamp, encoder.digest, sequence, encoder.answers_only, too_long]
-    if most is not None:
-        facts += [most, seed]  # a longer run must not be fed the rows of a shorter one
-    target = folder / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    key = [source, stamp, encoder.digest, sequence, encoder.answers_only, too_long]
+    if limit is not None:
+        key += [limit, seed]  # a longer run must not be fed the rows of a shorter one
+    target = folder / hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
     if not target.exists():
         folder.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(prefix=".rows-", dir=folder))
         try:
-            rows = pack(read_pieces(source, encoder, seed), sequence, encoder.end, too_long)
-            _write(islice(rows, most), scratch, sequence, source)
+            rows = pack(encoder.chunks(source, seed), sequence, encoder.end, too_long)
+            _write(islice(rows, limit), scratch, source)
             scratch.rename(target)
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
@@ -206,25 +134,28 @@ def build_rows(
     return RowStore(ids, use, (target / "padded").exists())
 
 
-def read_pieces(source: str, encoder: Encoder, seed: int | None = None) -> Iterator[Piece]:
-    if Path(source).is_dir():
-        return _corpus_pieces(Path(source), encoder)
-    return (encoder.piece(entry) for entry in read_entries(source, seed))
+def build_mixture(
+    sources: Sequence[str],
+    weights: Sequence[float],
+    encoder: Encoder,
+    sequence: int,
+    folder: Path,
+    *,
+    rows: int | None,
+    too_long: str = "error",
+    seed: int = 0,
+) -> list[RowStore]:
+    """The rows of each source: all, or as many of a hub dataset as a run of ``rows`` rows visits."""
+    if rows is None:  # all is read, and shuffled later (MixedRows)
+        return [build_rows(source, encoder, sequence, folder, too_long=too_long) for source in sources]
+    limits = [max(1, count) for count in shares(weights, rows)]
+    return [
+        build_rows(source, encoder, sequence, folder, too_long=too_long, limit=limit, seed=seed)
+        for source, limit in zip(sources, limits, strict=True)
+    ]
 
 
-def _corpus_pieces(directory: Path, encoder: Encoder) -> Iterator[Piece]:
-    from ..corpus.shards import Corpus
-
-    corpus = Corpus.open(directory)
-    made_by = corpus.tokenizer.get("digest")
-    if made_by not in (None, encoder.digest):
-        raise ValueError(f"{directory} was prepared with another tokenizer ({made_by}) than the model's ({encoder.digest})")
-    for number in range(corpus.documents):
-        ids = corpus.document(number).tolist()
-        yield Piece(ids, [LEARN] * len(ids), False, f"{directory}, document {number}")
-
-
-def _write(rows: Iterator[tuple[list[int], list[int]]], folder: Path, sequence: int, source: str) -> None:
+def _write(rows: Iterator[tuple[list[int], list[int]]], folder: Path, source: str) -> None:
     count = learned = padding = 0
     with (folder / "ids").open("wb") as ids_file, (folder / "use").open("wb") as use_file:
         for ids, use in rows:
@@ -281,24 +212,7 @@ def _visits(available: int, count: int, rng: np.random.Generator) -> NDArray[np.
     return np.concatenate(rounds)[:count] if rounds else np.empty(0, np.int64)
 
 
-def open_sources(settings: Settings, encoder: Encoder, folder: Path, tell: Callable[[str], None]) -> list[RowStore]:
-    """The rows of each source: all, or as many of a hub dataset as the run visits."""
-    limits: list[int | None] = [None] * len(settings.data)
-    seed = None  # where all is read, the order in which it comes does not matter: rows are shuffled later (MixedRows)
-    if settings.rows is not None:
-        limits = [max(1, count) for count in shares([source.weight for source in settings.data], settings.rows)]
-        seed = settings.seed
-    stores = []
-    for source, most in zip(settings.data, limits, strict=True):
-        store = build_rows(source.path, encoder, settings.sequence, folder, too_long=settings.too_long, most=most, seed=seed)
-        tell(f"data     {source.path}: {len(store):,} rows of {settings.sequence} tokens")
-        stores.append(store)
-    return stores
-
-
 def collate(rows: list[dict[str, NDArray[Any]]], padded: bool = True) -> dict[str, Any]:
     """A batch; without padding anywhere the loss needs no mask. Always the same for a run: batches of one shape."""
-    import torch
-
     names = ("input_ids", "labels", "counted") if padded else ("input_ids", "labels")
     return {name: torch.from_numpy(np.stack([row[name] for row in rows])) for name in names}

@@ -22,9 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from .shards import INDEX, Corpus
-from .sources import PIECE, Record, Source, SourceOptions, find_sources, kind_and_size
-from .writing import DEFAULT_SHARD_TOKENS, CorpusWriter, discard_corpus
+from .corpus import INDEX, Corpus
+from .corpus_writer import DEFAULT_SHARD_TOKENS, CorpusWriter
+from .documents import Messages, document_of
+from .failures import failures_of
+from .sources import MAX_CHUNK, Record, Source, SourceOptions, find_sources
 
 _BATCH_CHARACTERS = 1 << 18  # of text handed to a worker at once
 _BATCH_ITEMS = 1024
@@ -48,7 +50,7 @@ class PrepareSettings:
 
 
 class Item(NamedTuple):
-    """A piece of a document, still text or already tokens."""
+    """A chunk of a document, still text or already tokens."""
 
     text: str
     ids: NDArray[np.int64] | None
@@ -80,10 +82,10 @@ def prepare(
     """Tokenise the sources into ``directory``; go on where an interrupted run with the same settings stopped."""
     if workers < 1:
         raise ValueError(f"--workers must be at least 1, got {workers}")
-    from .tokens import Recipe, end_of_document, read_tokenizer, tokenizer_digest, vocabulary_size
+    from .tokenizer import TextToIds, end_of_document, read_tokenizer, tokenizer_digest, vocabulary_size
 
     tokenizer = read_tokenizer(tokenizer_source)
-    recipe = Recipe.of(tokenizer)
+    text_to_ids = TextToIds.of(tokenizer)
     digest = tokenizer_digest(tokenizer)
     sources = find_sources(names, settings.options)
     prepared = {
@@ -94,10 +96,8 @@ def prepare(
         "shard_tokens": settings.shard_tokens,
     }
     about_tokenizer = {"source": str(tokenizer_source), "digest": digest}
-    if overwrite:
-        discard_corpus(directory)
     ends = end_of_document(tokenizer, settings.end_of_document)
-    if (directory / INDEX).exists():
+    if not overwrite and (directory / INDEX).exists():
         existing = Corpus.open(directory)
         if (existing.prepared, existing.tokenizer, existing.end_of_document) == (prepared, about_tokenizer, ends):
             return existing
@@ -108,12 +108,13 @@ def prepare(
         shard_tokens=settings.shard_tokens,
         tokenizer=about_tokenizer,
         prepared=prepared,
+        overwrite=overwrite,
     ) as writer:
         chosen = _selected(sources, writer.consumed, settings.limit)
         items = (item for record in chosen for item in to_items(record, settings.text_fields, tokenizer, digest))
-        for number, (tokens, item) in enumerate(_tokenised(items, recipe.serialized, workers)):
+        for number, (tokens, item) in enumerate(_tokenised(items, text_to_ids.serialized, workers)):
             if item.first and len(tokens):
-                tokens = np.concatenate([recipe.before, tokens])
+                tokens = np.concatenate([text_to_ids.before, tokens])
             writer.add(tokens, last=item.last, place=item.place)
             if number % 64 == 0:
                 report(_report(writer, sources))
@@ -140,58 +141,42 @@ def _selected(sources: list[Source], skip: int, limit: int | None) -> Iterator[R
 
 
 def to_items(record: Record, text_fields: tuple[str, ...], tokenizer: Any, digest: str) -> Iterator[Item]:
-    """What to tokenise of a record: its ``ids`` if it has them, else its text, else its ``messages`` in the chat's form."""
-    row, place = record.row, record.place
-    if isinstance(row.get("ids"), list):
-        yield Item("", _checked_ids(row, place, digest), False, record.last, place)
+    """What to tokenise of a record: its ids, its text in chunks, or its chat through the template."""
+    place = record.place
+    document = document_of(record.row, place, text_fields)
+    if document.ids is not None:
+        if document.tokenizer not in (None, digest):
+            raise ValueError(
+                f"{place}: its ids are of another tokenizer ({document.tokenizer}, this one is {digest}); "
+                "prepare them with theirs, or write samples with --write text"
+            )
+        yield Item("", np.array(document.ids, np.int64), False, record.last, place)
         return
-    if all(name in row for name in text_fields):
-        for name in text_fields:
-            if not isinstance(row[name], str):
-                raise ValueError(f"{place}: the field {name!r} is no text but {kind_and_size(row[name])}")
-        text, first = "\n".join(row[name] for name in text_fields), record.first
-    elif isinstance(row.get("messages"), list):
-        text, first = _chat(row["messages"], place, tokenizer), False
+    if document.messages is not None:
+        text, first = _chat(document.messages, place, tokenizer), False
     else:
-        fields = ", ".join(map(str, row)) or "none"
-        raise ValueError(
-            f'{place}: has neither {" and ".join(map(repr, text_fields))}, nor "messages", nor "ids"; its fields are {fields}; '
-            "name the one to use with --text-field"
-        )
-    pieces = list(_pieces(text))
-    for number, piece in enumerate(pieces):
-        yield Item(piece, None, first and number == 0, record.last and number == len(pieces) - 1, place)
+        text, first = document.text or "", record.first
+    chunks = list(_chunks(text))
+    for number, chunk in enumerate(chunks):
+        yield Item(chunk, None, first and number == 0, record.last and number == len(chunks) - 1, place)
 
 
-def _pieces(text: str) -> Iterator[str]:
-    """At most about PIECE characters each, cut after a line end where there is one."""
+def _chunks(text: str) -> Iterator[str]:
+    """At most MAX_CHUNK characters each, cut after a line end where there is one."""
     start = 0
-    while len(text) - start > PIECE:
-        cut = text.rfind("\n", start, start + PIECE) + 1
-        cut = cut if cut > start else start + PIECE
+    while len(text) - start > MAX_CHUNK:
+        cut = text.rfind("\n", start, start + MAX_CHUNK) + 1
+        cut = cut if cut > start else start + MAX_CHUNK
         yield text[start:cut]
         start = cut
     yield text[start:]
 
 
-def _checked_ids(row: dict[str, Any], place: str, digest: str) -> NDArray[np.int64]:
-    if row.get("tokenizer", digest) != digest:
-        raise ValueError(
-            f"{place}: its ids are of another tokenizer ({row['tokenizer']}, this one is {digest}); "
-            "prepare them with theirs, or write samples with --write text"
-        )
-    if not all(type(token) is int for token in row["ids"]):
-        raise ValueError(f"{place}: ids must be whole numbers")
-    return np.array(row["ids"], np.int64)
-
-
-def _chat(messages: list[Any], place: str, tokenizer: Any) -> str:
+def _chat(messages: Messages, place: str, tokenizer: Any) -> str:
     if not tokenizer.chat_template:
-        raise ValueError(f'{place}: has "messages", but the tokenizer has no chat template')
-    try:
+        raise ValueError(f"{place} is a chat, but the tokenizer has no chat template")
+    with failures_of(f"{place}: the chat template refuses these messages"):
         return str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception as error:  # whatever a template trips over
-        raise ValueError(f"{place}: the chat template refuses these messages: {error}") from error
 
 
 def _tokenised(items: Iterator[Item], serialized: str, workers: int) -> Iterator[tuple[NDArray[np.int64], Item]]:
@@ -261,6 +246,7 @@ def _start_worker(serialized: str, own_process: bool = True) -> None:
 
 def _encode(texts: list[str]) -> tuple[bytes, list[int]]:
     """All token ids in one block, and how many are each text's."""
-    encoded = [encoding.ids for encoding in _worker_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
+    with failures_of("the tokenizer fails on a text"):
+        encoded = [encoding.ids for encoding in _worker_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
     flat = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32)
     return flat.tobytes(), [len(ids) for ids in encoded]

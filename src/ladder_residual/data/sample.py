@@ -1,4 +1,4 @@
-"""``ladder data sample``: a model's own samples, as text to heal it with where there is no other.
+"""``ladder data sample``: a model's own samples, as text to train it on where there is no other.
 
 ``plain`` rows begin as documents do; ``chat`` rows let an instruction-tuned model write the user's turn itself, after the
 template's header, and then its answer. Every batch is on disk before the next one begins.
@@ -17,13 +17,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..checkpoint import read_json, resolve
-from ..loading import load_model
-from ..memory import free_bytes
-from ..parallel import World
-from ..presets import ModelShape
-from .lockstep import ATTENTION, EMPTY, WINDOW, LockstepDecoder, Start, register_attention
-from .tokens import ChatForm, end_of_document, first_token, read_tokenizer, stop_tokens, tokenizer_digest, vocabulary_size
+from ..common.memory import free_bytes
+from ..distributed.world import World
+from ..models.checkpoint_reader import read_json, resolve
+from ..models.loading import load_model
+from ..models.presets import ModelShape
+from .batched_sampling import ATTENTION, EMPTY, WINDOW, BatchedSampler, Start, register_attention
+from .tokenizer import ChatForm, end_of_document, first_token, read_tokenizer, stop_tokens, tokenizer_digest, vocabulary_size
 
 STARTS = ("plain", "chat", "mixed")
 _OWN_ATTENTION = ("attn_logit_softcapping",)  # in config.json: grouped attention would leave it out
@@ -122,7 +122,7 @@ class Sampler:
         self.ordinary = torch.tensor([token for token in range(min(known, model.config.vocab_size)) if token not in specials])
         self.memory = Memory.predicted(model, settings)
         self.memory.check(model.device, settings)
-        self.decoder = LockstepDecoder(
+        self.decoder = BatchedSampler(
             model,
             rows=settings.batch,
             length=settings.length,
@@ -185,7 +185,7 @@ def write_samples(
     progress: Callable[[int], None] = lambda tokens: None,
     report: Callable[[int, int], None] = lambda step, rows: None,
 ) -> dict[str, float]:
-    """Batches until there are enough tokens; totals at the end. ``progress`` is told the tokens on disk after each."""
+    """Batches until there are enough tokens; totals at the end. ``progress`` gets the tokens on disk after each."""
     digest = tokenizer_digest(sampler.tokenizer)
     tokens = rows = complete = 0
     began = time.perf_counter()
@@ -203,7 +203,7 @@ def write_samples(
 
 
 def load_for_sampling(source: str, world: World, dtype: str = "auto") -> tuple[Any, PreTrainedTokenizerBase]:
-    """The model with lockstep attention where its family allows that, and its tokenizer."""
+    """The model with batched-sampling attention where its family allows that, and its tokenizer."""
     tokenizer = read_tokenizer(source)
     config = read_json(resolve(source) / "config.json")
     special = any(config.get(name) for name in _OWN_ATTENTION)

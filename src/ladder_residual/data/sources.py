@@ -1,32 +1,36 @@
-"""Where documents come from: text files, JSON lines, parquet, and datasets of the hub (streamed). No torch.
+"""Where text comes from: text files, JSON lines, parquet, and datasets of the hub (streamed). No torch.
 
-Every source yields records in a fixed order, each with its place, so that what is wrong with one can be named. A long text
-comes in pieces, cut at line ends, so that neither memory nor one tokenizer has to hold a whole book case.
+Every source yields records in a fixed order, each with its place, so that an error can name it. A long text comes in chunks that
+end at line ends, so that neither memory nor one tokenizer call holds a whole file.
 """
 
 from __future__ import annotations
 
+import bz2
 import gzip
 import hashlib
 import io
 import json
 import lzma
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-PIECE = 1 << 18  # characters
-_COMPRESSED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
-_TEXT, _LINES, _PARQUET = (".txt", ".text", ".md", ".raw"), (".jsonl", ".ndjson"), (".parquet",)
+MAX_CHUNK = 1 << 18  # characters of text in one record
+_COMPRESSED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
+_TEXT, _LINES, _PARQUET = (".txt", ".text", ".md", ".raw"), (".jsonl", ".ndjson", ".json"), (".parquet",)
+_KNOWN = ", ".join(_TEXT + _LINES + _PARQUET)
 _HUB = "hub:"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_NAME = re.compile(r"(?P<path>([\w.-]+/)?[\w.-]+)(@(?P<revision>[\w./-]+))?(:(?P<subset>[\w.-]+))?")
+_SHUFFLE_BUFFER = 1000  # records of a hub dataset held at a time to draw the next from
 
 
 class Record(NamedTuple):
-    """One document, or a piece of one."""
+    """One document, or a chunk of one."""
 
     place: str  # "rows.jsonl, line 3"
     row: dict[str, Any]
@@ -48,6 +52,14 @@ class SourceOptions:
     document_separator: str | None = None  # a line of a text file that is this ends a document
     split: str = "train"  # of a hub dataset
     subset: str | None = None
+    seed: int | None = None  # shuffles a hub dataset, so that a reader that stops early sees more than its first file
+
+
+def is_hub_dataset(name: str) -> bool:
+    """Whether ``name`` is a dataset of the hub and neither is nor looks like a file."""
+    path = Path(name)
+    owned = "/" in name and _HUB_NAME.fullmatch(name)
+    return name.startswith(_HUB) or bool(owned and not path.exists() and not _kind(path))
 
 
 def find_sources(names: list[str], options: SourceOptions) -> list[Source]:
@@ -55,19 +67,19 @@ def find_sources(names: list[str], options: SourceOptions) -> list[Source]:
     found: list[Source] = []
     for name in names:
         path = Path(name)
-        if name.startswith(_HUB):
-            found.append(_dataset(name, name.removeprefix(_HUB), options))
+        if is_hub_dataset(name):
+            found.append(_dataset(name, options))
         elif path.is_dir():
-            files = sorted(file for file in path.rglob("*") if file.is_file() and _kind(file) and not file.name.startswith("."))
+            files = sorted(file for file in path.rglob("[!.]*") if file.is_file() and _kind(file) and file.suffix != ".json")
             if not files:
-                raise ValueError(f"the directory {name} holds no {', '.join(_TEXT + _LINES + _PARQUET)} file")
+                raise ValueError(f"the directory {name} holds no {_KNOWN} file")
             found += [_file(str(file), file, options) for file in files]
         elif path.exists():
             found.append(_file(name, path, options))
-        elif _HUB_ID.fullmatch(name) and not _kind(path):
-            found.append(_dataset(name, name, options))
         else:
-            raise ValueError(f"there is no file or directory {name}; a dataset of the hub is written OWNER/NAME or hub:NAME")
+            raise ValueError(
+                f"there is no file or directory {name}; a dataset of the hub is written OWNER/NAME, OWNER/NAME:SUBSET or hub:NAME"
+            )
     return found
 
 
@@ -80,16 +92,15 @@ def _kind(path: Path) -> str | None:
 def _file(name: str, path: Path, options: SourceOptions) -> Source:
     kind = _kind(path)
     if kind is None:
-        known = ", ".join(_TEXT + _LINES + _PARQUET)
         raise ValueError(
-            f"{name}: cannot tell what kind of file this is; known are {known}, the first two kinds also with .xz or .gz"
+            f"{name}: cannot tell what kind of file this is; known are {_KNOWN}; text and JSON lines also with .xz, .gz or .bz2"
         )
     with _reading(name), path.open("rb") as file:
         size = path.stat().st_size
         ends = file.read(1 << 16)
         file.seek(max(0, size - (1 << 16)))
         identity = {"name": name, "bytes": size, "ends": hashlib.sha256(ends + file.read()).hexdigest()[:16]}
-    opened: list[IO[bytes]] = []  # the file on disk, whose position is how far we are; the last one counts
+    opened: list[IO[bytes]] = []  # the file on disk; its position is the progress
 
     def records() -> Iterator[Record]:
         with _reading(name), path.open("rb") as raw:
@@ -97,8 +108,8 @@ def _file(name: str, path: Path, options: SourceOptions) -> Source:
             if kind == "parquet":
                 yield from _parquet(name, raw)
                 return
-            # Not universal newlines: what is in the file is what the model reads.
             unpacked = _COMPRESSED.get(path.suffix.lower(), lambda file: file)(raw)
+            # No universal newlines: the model reads what is in the file.
             with io.TextIOWrapper(unpacked, encoding="utf-8-sig", newline="\n") as lines:
                 yield from _text(name, lines, options.document_separator) if kind == "text" else _json_lines(name, lines)
 
@@ -114,27 +125,29 @@ def _reading(name: str) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise ValueError(f"{name} is not UTF-8 text: {error.reason} at byte {error.start} of a block") from error
-    except (lzma.LZMAError, EOFError, gzip.BadGzipFile) as error:
-        raise ValueError(f"{name} is damaged: {error}") from error
+    except (lzma.LZMAError, EOFError, gzip.BadGzipFile, zlib.error) as error:
+        raise ValueError(f"{name} is damaged or cut short: {error}") from error
     except OSError as error:
         raise ValueError(f"cannot read {name}: {error.strerror or error}") from error
 
 
 def _text(name: str, lines: IO[str], separator: str | None) -> Iterator[Record]:
-    number, first, length = 1, True, 0
+    """Documents that a ``separator`` line ends; those without any text are left out."""
+    document, first, length = 1, True, 0
     kept: list[str] = []
     for line in lines:
         ends = separator is not None and line.rstrip("\r\n") == separator
-        if ends or (length + len(line) > PIECE and kept):
+        if ends or (length + len(line) > MAX_CHUNK and kept):
             text = "".join(kept)
-            # The line break before the separator belongs to it.
-            yield Record(f"{name}, document {number}", {"text": text.removesuffix("\n") if ends else text}, first, ends)
-            number, first, kept, length = number + ends, ends, [], 0
+            if not (ends and first) or text.strip():
+                # The line break before the separator belongs to it.
+                yield Record(f"{name}, document {document}", {"text": text.removesuffix("\n") if ends else text}, first, ends)
+            document, first, kept, length = document + ends, ends, [], 0
         if not ends:
             kept.append(line)
             length += len(line)
-    if kept or not first:
-        yield Record(f"{name}, document {number}", {"text": "".join(kept)}, first)
+    if not first or "".join(kept).strip():
+        yield Record(f"{name}, document {document}", {"text": "".join(kept)}, first)
 
 
 def kind_and_size(value: Any) -> str:
@@ -157,7 +170,6 @@ def _json_lines(name: str, lines: IO[str]) -> Iterator[Record]:
 
 def _parquet(name: str, raw: IO[bytes]) -> Iterator[Record]:
     try:
-        from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
     except ImportError as error:
         raise ValueError("parquet files need pyarrow: pip install 'ladder-residual[train]'") from error
@@ -167,13 +179,17 @@ def _parquet(name: str, raw: IO[bytes]) -> Iterator[Record]:
             for row in batch.to_pylist():
                 number += 1
                 yield Record(f"{name}, row {number}", row)
-    except ArrowException as error:
-        raise ValueError(f"{name} is damaged: {error}") from error
+    except MemoryError:
+        raise
+    except Exception as error:  # pyarrow's own kinds, and whatever its conversions to Python raise
+        raise ValueError(f"{name} is damaged: {type(error).__name__}: {str(error)[:300]}") from error
 
 
-def _dataset(name: str, identifier: str, options: SourceOptions) -> Source:
-    """A dataset of the hub, or anything else ``datasets`` can load, read as it arrives."""
-    path, _, revision = identifier.partition("@")
+def _dataset(name: str, options: SourceOptions) -> Source:
+    """A dataset of the hub, or (``hub:``) anything else ``datasets`` can load, read as it arrives."""
+    found = _HUB_NAME.fullmatch(name.removeprefix(_HUB))
+    path, revision = (found["path"], found["revision"]) if found else (name.removeprefix(_HUB), None)
+    subset = options.subset or (found["subset"] if found else None)
 
     def records() -> Iterator[Record]:
         try:
@@ -181,10 +197,19 @@ def _dataset(name: str, identifier: str, options: SourceOptions) -> Source:
         except ImportError as error:
             raise ValueError("datasets of the hub need the datasets package: pip install 'ladder-residual[train]'") from error
         try:
-            rows = datasets.load_dataset(path, options.subset, split=options.split, revision=revision or None, streaming=True)
+            rows = datasets.load_dataset(path, subset, split=options.split, revision=revision, streaming=True)
         except Exception as error:  # the package raises many unrelated kinds: not found, no such split, gated, no network
-            raise ValueError(f"cannot load the dataset {name}: {str(error)[:300]}") from error
-        for number, row in enumerate(rows, 1):
-            yield Record(f"{name}, row {number}", row)
+            raise ValueError(
+                f"{name} is no file, and it cannot be read from the hub: {type(error).__name__}: {str(error)[:300]}"
+            ) from error
+        where, number = name, 0
+        if options.seed is not None:
+            rows = rows.shuffle(seed=options.seed, buffer_size=_SHUFFLE_BUFFER)
+            where = f"{name} (shuffled by seed {options.seed})"
+        try:
+            for number, row in enumerate(rows, 1):
+                yield Record(f"{where}, row {number}", row)
+        except Exception as error:
+            raise ValueError(f"{where}: cannot read row {number + 1}: {type(error).__name__}: {str(error)[:300]}") from error
 
-    return Source(name, {"name": name, "split": options.split, "subset": options.subset}, records)
+    return Source(name, {"name": name, "split": options.split, "subset": subset}, records)

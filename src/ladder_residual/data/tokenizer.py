@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from ..checkpoint import resolve
+from ..models.checkpoint_reader import TOKENIZER_CONFIG_BYTES, read_json, resolve
+from .failures import failures_of
 
 # What pretraining text was joined with. An instruction-tuned tokenizer's own "eos" ends a turn, not a document.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
@@ -23,14 +24,25 @@ _MARK = "\u27eauser\u27eb"  # stands for the user's words in a template; no temp
 def read_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     """From a ``tokenizer.json``, a directory that holds a tokenizer, or a hub id."""
     path = Path(source)
-    try:
-        if path.is_file():
+    if path.is_file():
+        with failures_of(f"{source} has no tokenizer transformers can load"):
             return PreTrainedTokenizerFast(tokenizer_file=str(path))
-        return AutoTokenizer.from_pretrained(resolve(source, weights=False), trust_remote_code=False)
-    except ValueError:
-        raise
-    except Exception as error:  # transformers and tokenizers raise many unrelated kinds for a missing or broken tokenizer
-        raise ValueError(f"{source} has no tokenizer transformers can load: {str(error)[:300]}") from error
+    directory = resolve(source, weights=False)
+    if (config := directory / "tokenizer_config.json").exists():
+        read_json(config, TOKENIZER_CONFIG_BYTES)
+    with failures_of(f"{directory} has no tokenizer transformers can load"):
+        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
+        special = tokenizer.special_tokens_map, tokenizer.all_special_ids, tokenizer.get_vocab()  # each may fail when asked for
+    if not special[-1]:
+        raise ValueError(f"the tokenizer of {directory} has no tokens")
+    return tokenizer
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], *, prompt: bool) -> str:
+    """The chat as its template writes it; ``prompt``: up to where the next answer begins."""
+    file = Path(tokenizer.name_or_path, "chat_template.jinja")
+    with failures_of(f"the chat template in {file if file.exists() else file.with_name('tokenizer_config.json')} fails"):
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt))
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
@@ -64,7 +76,8 @@ def end_of_document(tokenizer: PreTrainedTokenizerBase, token: str | None = None
 
 def first_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """What a plain document begins with: the token the tokenizer puts there itself, else the one that ended the last document."""
-    alone = tokenizer("", add_special_tokens=True)["input_ids"]
+    with failures_of("the tokenizer fails on an empty text"):
+        alone = tokenizer("", add_special_tokens=True)["input_ids"]
     return alone[0] if alone else end_of_document(tokenizer)
 
 
@@ -80,21 +93,25 @@ class ChatForm:
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> ChatForm:
         if not tokenizer.chat_template:
             raise ValueError("this checkpoint has no chat template; use --start plain")
-        text = tokenizer.apply_chat_template([{"role": "user", "content": _MARK}], tokenize=False, add_generation_prompt=True)
-        header, mark, rest = str(text).partition(_MARK)
+        text = render_chat(tokenizer, [{"role": "user", "content": _MARK}], prompt=True)
+        header, mark, rest = text.partition(_MARK)
         if not mark:
             raise ValueError("the chat template does not show the user's words; use --start plain")
-        after = _plain_ids(tokenizer, rest)
+        after = plain_ids(tokenizer, rest)
         if not after or after[0] not in tokenizer.all_special_ids:
             raise ValueError(
                 f"the chat template ends a user's turn with {rest[:20]!r}, which is no special token, so a model cannot be seen "
                 "to stop there; use --start plain"
             )
-        return cls(tuple(_plain_ids(tokenizer, header)), after[0], tuple(after[1:]))
+        return cls(tuple(plain_ids(tokenizer, header)), after[0], tuple(after[1:]))
 
 
-def _plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    return tokenizer(text, add_special_tokens=False)["input_ids"] if text else []
+def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Of a text to which nothing is added."""
+    if not text:
+        return []
+    with failures_of("the tokenizer fails on a text"):
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> set[int]:
@@ -105,7 +122,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> s
 
 
 @dataclass(frozen=True)
-class Recipe:
+class TextToIds:
     """How a document becomes tokens: the tokenizer without its special tokens, as a string that another process can load, and
     what it puts before a text. What it puts after one gives way to the end-of-document token."""
 
@@ -113,14 +130,15 @@ class Recipe:
     before: NDArray[np.int64]
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Recipe:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> TextToIds:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None:
             raise ValueError("the tokenizer has no tokenizer.json (a fast tokenizer); convert it with transformers first")
         backend = type(backend).from_str(backend.to_str())
         backend.no_truncation()  # some tokenizer.json files carry a limit of their own: documents would lose their ends
         backend.no_padding()
-        bare = backend.encode("a", add_special_tokens=False).ids
-        full = backend.encode("a", add_special_tokens=True).ids
+        with failures_of("the tokenizer fails on a text"):
+            bare = backend.encode("a", add_special_tokens=False).ids
+            full = backend.encode("a", add_special_tokens=True).ids
         start = next((at for at in range(len(full)) if full[at : at + len(bare)] == bare), 0)
         return cls(backend.to_str(), np.array(full[:start], np.int64))

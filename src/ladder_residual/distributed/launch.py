@@ -6,51 +6,78 @@ rank dies the launcher stops the others, and the parent says which one it was.
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
 import re
+import runpy
 import signal
 import socket
 import sys
 import tempfile
 import uuid
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-USER_ERROR = 2  # exit code of a rank that has told the user already
+from ..common.terminal import make_messages_printable, one_line
+
+USER_ERROR = 2  # exit code of a rank that has printed its error already
 LOST_PEER = 3  # exit code of a rank that failed because another one did
 OUT_OF_MEMORY = 4  # exit code of a rank that could not get the memory it needs
+STOPPED = 128 + signal.SIGTERM  # exit code of a run that saved a checkpoint because of SIGTERM, as schedulers expect
 _NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|out of memory", re.IGNORECASE)
-_SILENT = re.compile(r"waited [0-9]+ s for|[Tt]imed out|timeout caused")
-_MESSAGES = "LADDER_MESSAGES"  # environment variable: the directory in which ranks leave their last words
+_SILENT = re.compile(r"waited [0-9]+ s for|[Tt]imed out|timeout caused|[Tt]imeout waiting|Wait timeout")
+_HANDLERS = {signal.SIGINT: signal.default_int_handler} | dict.fromkeys(
+    (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), signal.SIG_DFL
+)
+STORE = "LADDER_STORE"  # environment variable: the file in which the ranks of ``launch`` find each other
+_MESSAGES = "LADDER_MESSAGES"  # environment variable: the directory in which ranks leave their error messages
 
 
-def on_ranks(tp: int | None) -> None:
-    """Go on in this process if it is one of ``tp`` ranks; otherwise start them with this command line and exit with their code."""
-    from .parallel import launched
+def launched() -> int:
+    """How many processes the launcher (torchrun) started this one among; 1 without a launcher."""
+    value = os.environ.get("WORLD_SIZE", "1")
+    if not value.isascii() or not value.isdigit() or int(value) < 1:
+        raise ValueError(f"the environment variable WORLD_SIZE is {value!r:.40}, expected a number of processes")
+    return int(value)
 
+
+def speaks_first() -> bool:
+    """Whether this process checks and says what concerns the whole run before its ranks have met: the one that starts them, rank 0
+    of torchrun's, or the only one."""
+    return _MESSAGES not in os.environ and os.environ.get("RANK", "0") == "0"
+
+
+def missing_ranks(tp: int | None) -> bool:
+    """Whether ``tp`` ranks must be started first: not for one, and not where a launcher has started them."""
     size = launched()
-    if size > 1:
-        if tp is not None and tp != size:
-            raise ValueError(f"--tp {tp} was given, but the launcher started {size} ranks; drop --tp or make them equal")
-        return
     if tp is not None and tp < 1:
-        raise ValueError(f"--tp must be at least 1, got {tp}")
-    if tp is not None and tp > 1:
-        raise SystemExit(launch(sys.argv[1:], tp))
+        raise ValueError(f"tp must be at least 1, got {tp}")
+    if size > 1 and tp is not None and tp != size:
+        raise ValueError(f"tp {tp} was asked for, but the launcher started {size} ranks; leave tp out or make them equal")
+    return size == 1 and tp is not None and tp > 1
+
+
+def on_ranks(tp: int | None, module: str = "ladder_residual", preload: str = "torch") -> None:
+    """Go on in this process if it is one of ``tp`` ranks; otherwise start them with this command line and exit with their code.
+    ``preload`` names the module that takes long to import and that every rank needs."""
+    if missing_ranks(tp):
+        assert tp is not None
+        raise SystemExit(launch(sys.argv[1:], tp, module, preload))
 
 
 def report_error(message: str, code: int) -> None:
-    """Tell the user. A rank that ``launch`` started leaves its message for it, so that what all ranks say is said once, and what
-    one of them did wrong is not lost among the others that lost it."""
+    """Print the error in one line. A rank that ``launch`` started leaves it to the launcher, which prints what all ranks say once,
+    and the cause before its consequences."""
     ranks = os.environ.get("WORLD_SIZE", "1")
     rank = os.environ.get("RANK", "0") if ranks not in ("", "1") else "0"
+    message = one_line(message)
     if folder := os.environ.get(_MESSAGES):
-        draft = Path(
-            folder, f"{rank}.draft"
-        )  # the launcher may end this rank at any moment: a message is there whole or not at all
+        # The launcher may end this rank at any moment: a message is there whole or not at all.
+        draft = Path(folder, f"{rank}.draft")
         draft.write_text(json.dumps([code, message]), encoding="utf-8")
         draft.rename(Path(folder, rank))
     else:
@@ -62,8 +89,8 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and bool(_NO_MEMORY.search(str(error))))
 
 
-def told(error: Exception) -> tuple[str, int] | None:
-    """What the user is told of ``error``, and the exit code; None if nobody foresaw it, so that its traceback is shown."""
+def user_message(error: Exception) -> tuple[str, int] | None:
+    """The message for the user and the exit code of ``error``; None if it is unexpected, so that its traceback is shown."""
     text = str(error)
     if is_out_of_memory(error):
         who = f"rank {os.environ['RANK']} on " if os.environ.get("WORLD_SIZE", "1") not in ("", "1") else ""
@@ -85,23 +112,41 @@ def follow_launcher() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
-def launch(arguments: Sequence[str], ranks: int) -> int:
-    """Run ``python -m ladder_residual ARGUMENTS`` on ``ranks`` processes; the exit code for the shell."""
+def run_command(command: Callable[[], object]) -> None:
+    """Run the main function of a program: what the user did wrong is one line and an exit code, not a traceback."""
+    follow_launcher()
+    make_messages_printable()
+    try:
+        command()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        known = user_message(error)
+        if known is None:
+            raise
+        report_error(*known)
+        sys.exit(known[1])
+
+
+def launch(arguments: Sequence[str], ranks: int, module: str = "ladder_residual", preload: str = "torch") -> int:
+    """Run ``python -m MODULE ARGUMENTS`` on ``ranks`` processes; the exit code for the shell."""
+    # The ranks share this host's cores; without a limit each would start a thread per core and they would fight. OpenMP reads it
+    # when torch is imported.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     from .rendezvous import register
 
-    # The ranks share this host's cores; without a limit each would start a thread per core and they would fight.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // ranks)))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing leaves it
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.ERROR)  # what the launcher says of a failure we say better
-    with tempfile.TemporaryDirectory(prefix="ladder-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="ladder-") as scratch:  # which only this user can open
         messages = os.path.join(scratch, "messages")
         os.mkdir(messages)
         os.environ[_MESSAGES] = messages
+        os.environ[STORE] = os.path.join(scratch, "store")
         config = LaunchConfig(
             min_nodes=1,
             max_nodes=1,
@@ -110,18 +155,45 @@ def launch(arguments: Sequence[str], ranks: int) -> int:
             rdzv_backend=register(),
             max_restarts=0,
             monitor_interval=0.1,
+            start_method="fork",  # of a function; a program is executed anew
             logs_specs=DefaultLogsSpecs(os.path.join(scratch, "logs")),  # torch would leave a directory behind
         )
         try:
-            elastic_launch(config, sys.executable)("-m", "ladder_residual", *arguments)
+            if can_fork():
+                importlib.import_module(preload)
+                elastic_launch(config, _forked_rank)(module, list(arguments), os.dup(0))
+            else:
+                elastic_launch(config, sys.executable)("-m", module, *arguments)
         except ChildFailedError as error:
             return _explain(error.failures, Path(messages), ranks)
         except SignalException as stopped:
             return 128 + int(stopped.sigval)
         finally:
             logging.disable(logging.NOTSET)
-            del os.environ[_MESSAGES]
+            del os.environ[_MESSAGES], os.environ[STORE]
     return 0
+
+
+def can_fork() -> bool:
+    """Whether ranks may be forks of this process, so that they need not import again what it has imported (seconds each). Not where
+    they may use a GPU: CUDA does not work in a fork."""
+    import torch
+
+    return sys.platform == "linux" and not torch.cuda.is_available()
+
+
+def _forked_rank(module: str, arguments: list[str], stdin: int) -> None:
+    """``python -m MODULE ARGUMENTS`` in a fork, with what the launcher and ``multiprocessing`` changed set back."""
+    import torch
+
+    for number, handler in _HANDLERS.items():
+        signal.signal(number, handler)
+    logging.disable(logging.NOTSET)
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    sys.stdin = os.fdopen(stdin)
+    sys.argv = [module, *arguments]
+    warnings.filterwarnings("ignore", "'ladder_residual.* found in sys.modules", RuntimeWarning)  # so it is
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def _explain(failures: Any, messages: Path, ranks: int) -> int:
@@ -142,6 +214,8 @@ def _explain(failures: Any, messages: Path, ranks: int) -> int:
     rank, failure = min(failures.items(), key=lambda item: (item[0] in left, item[1].timestamp))
     if rank not in left:
         code = failure.exitcode
+        if code == STOPPED:
+            return STOPPED  # the run itself says what was saved
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
         hint = " (if nobody did that, the host ran out of memory: see its kernel log)" if code == -signal.SIGKILL else ""
         who = f"rank {rank} of {ranks} (pid {failure.pid}) on {socket.gethostname()}"

@@ -1,8 +1,8 @@
-"""What the link between CPU ranks is worth for each way of summing, measured at start, and the choice that follows from it.
+"""The link between CPU ranks, measured at start, and the way of all-reducing that follows from it.
 
-A small message is best exchanged whole and added locally (one trip); a large one is best all-reduced (two trips, but fewer bytes
-where there are many ranks, and gloo's threads move it). Where one becomes the other depends on latency, rate and processors. All
-ranks decide by the same times (the slowest rank's), so all decide alike.
+Small partials are best gathered over sockets and added locally (one network trip), large ones best all-reduced by gloo (two trips,
+but fewer bytes where there are many ranks, and threads that move them). Where the one becomes faster than the other depends on
+latency, rate and processors. All ranks decide by the same times (the slowest rank's), so all decide alike.
 """
 
 from __future__ import annotations
@@ -13,35 +13,34 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from .parallel import World
-from .reduce import Reducer
+from ..core.reduce import Reducer
+from .world import World
 
-# Up to what a socket's buffers take (tcp_wmem's usual ceiling): beyond that an exchange would not move while the rank computes.
+# Up to what a socket's buffers take (tcp_wmem's usual ceiling): beyond that a message would not move while the rank computes.
 SIZES = (1 << 10, 1 << 14, 1 << 16, 1 << 18, 1 << 20, 1 << 22)
 REPEATS = 5
-IN_A_ROW = 4  # sums per repeat: ranks leave a barrier up to a trip apart, which shall not count once per sum
+REDUCES_PER_REPEAT = 4  # ranks leave a barrier up to a trip apart, which shall not count once per all-reduce
 BUDGET_SECONDS = 2.0  # on a slow link the larger sizes are left out
-EXCHANGES = ("fixed", "measured")
+SMALL_ALLREDUCE = ("fixed", "measured")
 
 
 @dataclass(frozen=True)
-class SumTimes:
-    """Median seconds of one sum of float32 partials of ``bytes``, each way."""
+class AllReduceTimes:
+    """Median seconds of one all-reduce of float32 partials of ``bytes``, each way."""
 
     bytes: int
-    exchange: float
-    exchange_bf16: float
-    all_reduce: float
+    sockets: float
+    sockets_bf16: float
+    gloo: float
 
 
 @dataclass(frozen=True)
 class LinkProbe:
-    rows: tuple[SumTimes, ...]
-    exchange_below: int  # bytes
-    latency: float  # seconds of the smallest exchange
-    bytes_per_second: float  # of the largest exchange, each way
+    rows: tuple[AllReduceTimes, ...]
+    small_allreduce_bytes: int
+    latency: float  # seconds of the smallest all-reduce over sockets
+    bytes_per_second: float  # of the largest all-reduce over sockets, each way
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,54 +53,51 @@ def probe_link(
     if world.size < 2 or world.sockets is None:
         raise ValueError("a link is probed between two or more CPU ranks")
     reducers = {
-        "exchange": world.reducer(exchange_below=max(sizes)),
-        "exchange_bf16": world.reducer(exchange_below=max(sizes), wire="bf16"),
-        "all_reduce": world.reducer(exchange_below=0),
+        "sockets": world.reducer(small_allreduce_bytes=max(sizes)),
+        "sockets_bf16": world.reducer(small_allreduce_bytes=max(sizes), comm_dtype="bf16"),
+        "gloo": world.reducer(small_allreduce_bytes=0),
     }
-    rows: list[SumTimes] = []
+    rows: list[AllReduceTimes] = []
     spent = 0.0
     for size in sizes:
         message = torch.ones(size // 4)
         times = {name: _seconds(reducer, message, repeats, world) for name, reducer in reducers.items()}
         medians = {name: statistics.median(seconds) for name, seconds in times.items()}
-        rows.append(SumTimes(size, **medians))
-        spent += IN_A_ROW * sum(sum(seconds) for seconds in times.values())
+        rows.append(AllReduceTimes(size, **medians))
+        spent += REDUCES_PER_REPEAT * sum(sum(seconds) for seconds in times.values())
         if spent > budget:
             break
-    return LinkProbe(tuple(rows), exchange_below(rows), rows[0].exchange, rows[-1].bytes / rows[-1].exchange)
+    return LinkProbe(tuple(rows), crossover_bytes(rows), rows[0].sockets, rows[-1].bytes / rows[-1].sockets)
 
 
-def exchange_below(rows: list[SumTimes]) -> int:
-    """The largest size up to which exchanging was never slower."""
+def crossover_bytes(rows: list[AllReduceTimes]) -> int:
+    """The largest size up to which sockets were never slower than gloo."""
     limit = 0
     for row in rows:
-        if row.exchange > row.all_reduce:
+        if row.sockets > row.gloo:
             break
         limit = row.bytes
     return limit
 
 
-def chosen_reducer(world: World, *, exchange: str = "fixed", wire: str = "same") -> Reducer:
-    """The asynchronous reducer; with ``exchange="measured"`` the link decides what is exchanged and what is all-reduced."""
-    if exchange not in EXCHANGES:
-        raise ValueError(f"unknown exchange {exchange!r}; choose {' or '.join(EXCHANGES)}")
-    if exchange == "fixed" or world.size == 1:
-        return world.reducer(wire=wire)
+def reducer_for_link(world: World, *, small_allreduce: str = "fixed", comm_dtype: str = "same") -> Reducer:
+    """The asynchronous reducer; with ``small_allreduce="measured"`` a probe of the link decides which all-reduces are small."""
+    if small_allreduce not in SMALL_ALLREDUCE:
+        raise ValueError(f"unknown small_allreduce {small_allreduce!r}; choose {' or '.join(SMALL_ALLREDUCE)}")
+    if small_allreduce == "fixed" or world.size == 1:
+        return world.reducer(comm_dtype=comm_dtype)
     if world.sockets is None:
-        raise ValueError("--exchange measured chooses between ways of CPU ranks; drop it on other devices")
-    return world.reducer(exchange_below=probe_link(world).exchange_below, wire=wire)
+        raise ValueError("--small-allreduce measured chooses between ways of CPU ranks; drop it on other devices")
+    return world.reducer(small_allreduce_bytes=probe_link(world).small_allreduce_bytes, comm_dtype=comm_dtype)
 
 
 def _seconds(reducer: Reducer, message: torch.Tensor, repeats: int, world: World) -> list[float]:
-    """Per sum; of each repeat the slowest rank's time, the same list on every rank. The first repeat warms up and does not count."""
+    """Per all-reduce; of each repeat the slowest rank's time, the same list on every rank. The first repeat warms up."""
     times = []
     for _ in range(repeats + 1):
         world.barrier()
         start = time.perf_counter()
-        for _ in range(IN_A_ROW):
+        for _ in range(REDUCES_PER_REPEAT):
             reducer.start(message).wait()
-        times.append((time.perf_counter() - start) / IN_A_ROW)
-    agreed = torch.tensor(times[1:], dtype=torch.float64)
-    world.settle()
-    dist.all_reduce(agreed, op=dist.ReduceOp.MAX, group=world.group)
-    return agreed.tolist()
+        times.append((time.perf_counter() - start) / REDUCES_PER_REPEAT)
+    return world.slowest(times[1:])

@@ -1,8 +1,8 @@
-"""Who of the ranks is still there: asked when one is lost and the library that noticed cannot say which.
+"""Which ranks are still alive: asked when one is lost and the library that noticed cannot say which.
 
-gloo names a socket at best, and a rank that waits for a healthy one learns nothing of the third that both of them lack. So every
-rank keeps a thread with a connection of its own to the run's store. Whoever has lost somebody calls the roll there; the threads
-answer, also those of ranks that hang in a sum; whoever does not answer is missing.
+gloo names a socket at best, and a rank that waits for a healthy one learns nothing about the third that both of them lack. So every
+rank keeps a thread with a connection of its own to the run's store. A rank that has lost a peer requests a liveness check there; the
+threads answer, also those of ranks that hang in an all-reduce; a rank that does not answer is missing.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ import time
 from typing import Any
 
 PATIENCE_SECONDS = 3.0  # for the answers
-_LOOK_SECONDS = 0.5  # how often a rank looks whether the roll is called; costs it one small message
-_CALLED = "called"
+_POLL_SECONDS = 0.5  # how often a rank looks whether a check was requested; costs it one small message
+_REQUESTED = "requested"
 
 
-class RollCall:
+class LivenessCheck:
     """One rank's part. ``store`` must be new to this run; ``address`` is where it is, for messages."""
 
     def __init__(self, store: Any, rank: int, size: int, address: str) -> None:
         self.rank, self.size, self.address = rank, size, address
-        # Of the thread alone: a store that is out of reach blocks whoever speaks to it, for longer than any time-out.
+        # Used by the thread alone: a store that is out of reach blocks its caller for longer than any time-out.
         self._store = store.clone()
         self._store.set(f"host/{rank}", socket.gethostname())
         self._wake = threading.Event()
         self._over = False
-        self._last_words: str | None = None
+        self._failure: str | None = None
         self._found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._serve, name="roll-call", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="liveness-check", daemon=True)
         self._thread.start()
 
     def missing(self) -> str:
@@ -42,9 +42,9 @@ class RollCall:
             found = None
         return found or f"the run's store at {self.address} is out of reach (its host or the link to it is down)"
 
-    def leave(self, last_words: str | None = None) -> None:
-        """End the thread. ``last_words``: this rank fails, and others that lose it now shall know why ("": it lost them)."""
-        self._last_words, self._over = last_words, True
+    def leave(self, failure: str | None = None) -> None:
+        """End the thread. ``failure``: why this rank fails, for the ranks that lose it now ("": because it lost them)."""
+        self._failure, self._over = failure, True
         self._wake.set()
         self._thread.join(1.0)  # a thread whose store is out of reach ends with the process
 
@@ -52,21 +52,21 @@ class RollCall:
         answered = False
         try:
             while not self._over:
-                if self._wake.wait(_LOOK_SECONDS):
+                if self._wake.wait(_POLL_SECONDS):
                     self._wake.clear()
                     if not self._over:
-                        self._found.put(self._call())
-                elif not answered and self._store.check([_CALLED]):
+                        self._found.put(self._check())
+                elif not answered and self._store.check([_REQUESTED]):
                     self._store.set(f"here/{self.rank}", "")
                     answered = True
-            if self._last_words is not None:
-                self._store.set(f"here/{self.rank}", self._last_words)
+            if self._failure is not None:
+                self._store.set(f"here/{self.rank}", self._failure)
         except RuntimeError:  # whoever hosts the store has left, or is out of reach
             self._found.put(None)
 
-    def _call(self) -> str:
+    def _check(self) -> str:
         self._store.set(f"here/{self.rank}", "")
-        self._store.set(_CALLED, "1")
+        self._store.set(_REQUESTED, "1")
         silent = [rank for rank in range(self.size) if rank != self.rank]
         deadline = time.monotonic() + PATIENCE_SECONDS
         while silent and time.monotonic() < deadline:
@@ -74,9 +74,9 @@ class RollCall:
             silent = [rank for rank in silent if not self._store.check([f"here/{rank}"])]
         found = []
         for rank in range(self.size):
-            words = "" if rank in silent else self._store.get(f"here/{rank}").decode(errors="replace")
-            if words:
-                found.append(f"{self._name(rank)} ended with {words}")
+            failure = "" if rank in silent else self._store.get(f"here/{rank}").decode(errors="replace")
+            if failure:
+                found.append(f"{self._name(rank)} ended with {failure}")
         joined = [rank for rank in silent if self._store.check([f"host/{rank}"])]
         if joined:
             found.append(f"no answer from {', '.join(map(self._name, joined))} (dead, stopped or cut off)")

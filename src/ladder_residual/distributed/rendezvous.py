@@ -1,15 +1,12 @@
-"""Where the ranks of one host meet: a store that listens on loopback alone.
+"""What torch's elastic launcher needs to start the ranks of one host: a store for the launcher alone.
 
-torch's own rendezvous listens on every interface, whatever address it is given, and whoever reaches that port can read and
-change the run's keys. Here the socket is bound before torch gets it.
+Its own rendezvous opens a port on every interface, and whoever reaches it can read and change the run's keys. The ranks started
+here find each other in a file instead (``world.py``), so the store never leaves this process.
 """
 
 from __future__ import annotations
 
-import socket
-from datetime import timedelta
-
-from torch.distributed import PrefixStore, TCPStore
+from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
     RendezvousInfo,
@@ -18,23 +15,21 @@ from torch.distributed.elastic.rendezvous import (
     rendezvous_handler_registry,
 )
 
-BACKEND = "ladder-loopback"
-_ADDRESS = "127.0.0.1"
+BACKEND = "ladder-one-host"
 
 
 def register() -> str:
     """Let torch's elastic launcher know this rendezvous; its name."""
-    rendezvous_handler_registry.register(BACKEND, LoopbackRendezvous)
+    rendezvous_handler_registry.register(BACKEND, OneHostRendezvous)
     return BACKEND
 
 
-class LoopbackRendezvous(RendezvousHandler):
+class OneHostRendezvous(RendezvousHandler):
     """One node: nobody to wait for, only a store to offer."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
         self._run_id = parameters.run_id
-        self._store: TCPStore | None = None
-        self._port = 0
+        self._store = PrefixStore(parameters.run_id, HashStore())
 
     def get_backend(self) -> str:
         return BACKEND
@@ -44,21 +39,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        if self._store is None:
-            listener = socket.create_server((_ADDRESS, 0))
-            self._port = listener.getsockname()[1]
-            self._store = TCPStore(
-                _ADDRESS,
-                self._port,
-                is_master=True,
-                timeout=timedelta(seconds=60),
-                wait_for_workers=False,
-                multi_tenant=True,
-                master_listen_fd=listener.detach(),  # the store closes it
-            )
-        return RendezvousInfo(
-            PrefixStore(self._run_id, self._store), 0, 1, RendezvousStoreInfo(master_addr=_ADDRESS, master_port=self._port)
-        )
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(master_addr="127.0.0.1", master_port=1))  # nobody listens
 
     def is_closed(self) -> bool:
         return False
@@ -73,5 +54,4 @@ class LoopbackRendezvous(RendezvousHandler):
         return self._run_id
 
     def shutdown(self) -> bool:
-        self._store = None
         return True

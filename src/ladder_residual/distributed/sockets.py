@@ -1,15 +1,16 @@
 """Small messages between ranks on CPU hosts, without helper threads.
 
-gloo hands every operation to its own threads; on a host whose cores all compute, waking them costs about a millisecond per sum
-(measured: 1.1 ms for 48 KB between two processes of one host, where a plain socket takes 0.04 ms). Here a partial is written
+gloo hands every operation to its own threads; on a host whose cores all compute, waking them costs about a millisecond each time
+(measured: 1.1 ms for 48 KB between two processes of one host, where a plain socket takes 0.04 ms). Here a tensor is written
 into the kernel's socket buffer at ``send`` and read at ``receive``: in between the kernel moves it while the rank computes.
 
-Each pair of ranks has one connection. All ranks start the same sums in the same order, so messages need no tags; a header
+Each pair of ranks has one connection. All ranks start the same operations in the same order, so messages need no tags; a header
 carries number and size all the same, so that ranks that disagree (another model, another wiring) stop with a message.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 import secrets
 import select
@@ -17,7 +18,8 @@ import socket
 import struct
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _HEADER = struct.Struct("!QQ")  # number of the message, bytes that follow
+_SECRET_BYTES = 16
+_MOST_STRANGERS = 64  # connections that have not said who they are; one more, and the oldest is closed
 
 
 class PeerLost(RuntimeError):
@@ -54,40 +58,34 @@ class PeerSockets:
         self.rank, self.size, self.timeout = rank, size, timeout
         self._peers: dict[int, _Peer] = {}
         self._started = 0
+        deadline = time.monotonic() + timeout
         with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as server:
-            server.settimeout(timeout)
-            secret = secrets.token_bytes(16)  # whoever connects must have read it in the store, so strangers are turned away
+            secret = secrets.token_bytes(_SECRET_BYTES)  # whoever connects must have read it in the store
             store.set(_key(rank), json.dumps([*server.getsockname()[:2], secret.hex()]))
             for peer in range(rank):
                 address, port, word = json.loads(store.get(_key(peer)))
                 try:
-                    connection = socket.create_connection((address, port), timeout)
+                    connection = socket.create_connection((address, port), max(0.1, deadline - time.monotonic()))
                     connection.sendall(bytes.fromhex(word) + rank.to_bytes(4, "big"))
                 except OSError as error:
                     raise PeerLost(f"rank {rank} cannot reach rank {peer} at {address}:{port}: {error}") from error
                 self._add(peer, connection)
-            while len(self._peers) < size - 1:
-                try:
-                    connection, _ = server.accept()
-                except TimeoutError:
-                    missing = sorted(set(range(rank + 1, size)) - self._peers.keys())
-                    raise PeerLost(f"rank {rank} waited {timeout:.0f} s for rank {missing[0]} to connect to {host}") from None
-                greeting = _greeting(connection)
-                if greeting[:16] != secret:
-                    connection.close()
-                    continue
-                self._add(int.from_bytes(greeting[16:], "big"), connection)
+            for peer, connection in _greeted(server, secret, range(rank + 1, size), deadline):
+                self._add(peer, connection)
+        missing = sorted(set(range(size)) - {rank} - self._peers.keys())
+        if missing:
+            raise PeerLost(f"rank {rank} waited {timeout:.0f} s for rank {missing[0]} to connect to {host}")
 
     def _add(self, rank: int, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setblocking(False)
         self._peers[rank] = _Peer(rank, connection)
 
-    def exchange(self, partial: Tensor) -> tuple[int, list[Tensor]]:
-        """Send ``partial`` to every rank. Returns the number to ``receive`` and a tensor per rank, the others' filled by then."""
-        partial = partial.contiguous()
-        payload = _bytes_of(partial)
-        parts = [partial if rank == self.rank else torch.empty_like(partial) for rank in range(self.size)]
+    def start_all_gather(self, local: Tensor) -> tuple[int, list[Tensor]]:
+        """Send ``local`` to every rank. Returns the number to ``receive`` and a tensor per rank, the others' filled by then."""
+        local = local.contiguous()
+        payload = _bytes_of(local)
+        parts = [local if rank == self.rank else torch.empty_like(local) for rank in range(self.size)]
         for peer in self._peers.values():
             peer.outbox += [memoryview(_HEADER.pack(peer.sent, payload.nbytes)), payload]
             peer.sent += 1
@@ -100,7 +98,7 @@ class PeerSockets:
         """Until the first ``count`` messages of every rank are there. Meanwhile everything else moves that can."""
         self._pump(lambda peer: peer.received >= count)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Until every message started is there and all of ours are in the kernel's hands.
 
         To be called before a rank waits for anything but these sockets: there nobody would send the rest of its messages, nor read
@@ -197,16 +195,46 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
-def _greeting(connection: socket.socket) -> bytes:
-    """The 20 bytes a rank sends first; nothing if a stranger sends something else, or nothing."""
-    connection.settimeout(5)
-    data = b""
+def _greeted(
+    server: socket.socket, secret: bytes, expected: Iterable[int], deadline: float
+) -> Iterator[tuple[int, socket.socket]]:
+    """Each ``expected`` rank and its connection, as they present the secret; fewer if the deadline passes.
+
+    All connections are listened to at once: strangers that say nothing, or something else, hold nobody up.
+    """
+    missing = set(expected)
+    heard: dict[socket.socket, bytes] = {}  # of whom is not known yet, oldest first
+    server.setblocking(False)
     try:
-        while len(data) < 20:
-            chunk = connection.recv(20 - len(data))
-            if not chunk:
-                return b""
-            data += chunk
-    except OSError:
-        return b""
-    return data
+        while missing and (left := deadline - time.monotonic()) > 0:
+            for connection in select.select([server, *heard], [], [], left)[0]:
+                if connection is server:
+                    with suppress(OSError):  # gone before it was accepted
+                        newcomer = server.accept()[0]
+                        newcomer.setblocking(False)
+                        heard[newcomer] = b""
+                    if len(heard) > _MOST_STRANGERS:
+                        _forget(heard, next(iter(heard)))
+                elif connection in heard:
+                    try:
+                        data = connection.recv(_SECRET_BYTES + 4 - len(heard[connection]))
+                    except OSError:
+                        data = b""
+                    heard[connection] += data
+                    if data and len(heard[connection]) < _SECRET_BYTES + 4:
+                        continue
+                    word, rank = heard[connection][:_SECRET_BYTES], int.from_bytes(heard[connection][_SECRET_BYTES:], "big")
+                    if data and hmac.compare_digest(word, secret) and rank in missing:
+                        del heard[connection]
+                        missing.remove(rank)
+                        yield rank, connection
+                    else:
+                        _forget(heard, connection)
+    finally:
+        for connection in list(heard):
+            _forget(heard, connection)
+
+
+def _forget(heard: dict[socket.socket, bytes], connection: socket.socket) -> None:
+    del heard[connection]
+    connection.close()

@@ -8,30 +8,59 @@ One process needs no launcher: without the environment of torchrun the world is 
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import os
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
 
-from .pieces import local_of, pieces_of
-from .reduce import AsyncReducer, GroupReducer, LatencyReducer, Reducer
-from .roll_call import RollCall
-from .sharding import Cut
+from ..core.reduce import GroupReducer, Reducer
+from .launch import STORE, launched
+from .liveness import LivenessCheck
+from .reducers import AsyncReducer, LatencyReducer
 from .sockets import PeerLost, PeerSockets, reachable_address
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
 T = TypeVar("T")
 _LOST = "lost its peers"  # how a rank says that it lost some other without knowing which
+
+
+class Rank(Protocol):
+    """One of ``size`` tensor-parallel ranks, for functions that need its shards and not its peers: a World or an EmulatedRank."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def reducer(self) -> Reducer: ...
+
+
+@dataclass(frozen=True)
+class EmulatedRank:
+    """One rank of ``size`` whose peers do not exist. It holds its own shards and has nothing to communicate with: no group, no
+    store, no collectives."""
+
+    size: int
+    rank: int = 0
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+    def reducer(self) -> Reducer:
+        return Reducer()
 
 
 @dataclass(frozen=True)
@@ -42,56 +71,70 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: dist.ProcessGroup | None = None
-    sockets: PeerSockets | None = None  # CPU hosts: the fast way for small messages
+    sockets: PeerSockets | None = None  # CPU hosts: for small messages
     store: Any = None  # of this use of the group: nothing of an earlier one is in it
-    emulated: bool = False  # the other ranks are not there: this one's share is loaded, nothing is compared or exchanged
+
+    def __post_init__(self) -> None:
+        if self.size > 1 and self.group is None:
+            raise ValueError(
+                f"a World of {self.size} ranks needs their process group; EmulatedRank is one rank without its peers"
+            )
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def reducer(
-        self, kind: str = "async", *, latency: float = 0.0, exchange_below: int | None = None, wire: str = "same"
+        self, kind: str = "async", *, latency: float = 0.0, small_allreduce_bytes: int | None = None, comm_dtype: str = "same"
     ) -> Reducer:
-        """``async`` (hidden), ``blocking`` (its slow twin) or ``none``; ``latency`` emulates a slower link, in seconds; ``wire`` is
-        how partials travel: ``same`` (as they are) or ``bf16`` (``reduce.WIRES`` states the error)."""
+        """``async`` (overlapped), ``blocking`` (its slow twin) or ``none``; ``latency`` emulates a slower link, in seconds;
+        ``comm_dtype`` is ``same`` or ``bf16`` (``reducers.COMM_DTYPES`` states the error)."""
         if kind not in ("async", "blocking", "none"):
             raise ValueError(f"unknown reducer {kind!r}; choose async, blocking or none")
-        if self.size == 1 or self.emulated or kind == "none":
+        if self.size == 1 or kind == "none":
             return Reducer()
         if kind == "blocking":
-            if latency or wire != "same":
-                raise ValueError("an emulated latency and another wire need the async reducer")
+            if latency or comm_dtype != "same":
+                raise ValueError("an emulated latency and another comm_dtype need the async reducer")
             return GroupReducer(self.group)
         if latency:
-            return LatencyReducer(self.group, self.sockets, exchange_below, wire, seconds=latency)
-        return AsyncReducer(self.group, self.sockets, exchange_below, wire)
+            return LatencyReducer(self.group, self.sockets, small_allreduce_bytes, comm_dtype, seconds=latency)
+        return AsyncReducer(self.group, self.sockets, small_allreduce_bytes, comm_dtype)
 
-    def settle(self) -> None:
+    def drain(self) -> None:
         """Before this rank waits for the group itself: its small messages come first, or a peer might wait for them forever."""
         if self.sockets is not None:
-            self.sockets.settle()
+            self.sockets.drain()
 
     def barrier(self) -> None:
         if self.size > 1:
-            self.settle()
+            self.drain()
             dist.barrier(self.group)
 
     def broadcast(self, value: Any) -> Any:
         """Rank 0's ``value`` on every rank."""
         if self.size == 1:
             return value
-        self.settle()
+        self.drain()
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def slowest(self, seconds: list[float]) -> list[float]:
+        """The largest of each time over all ranks: a step is over when the slowest rank is done."""
+        if self.size == 1:
+            return seconds
+        times = torch.tensor(seconds, dtype=torch.float64, device=self.device)
+        self.drain()
+        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self.group)
+        return times.tolist()
+
     def check_same(self, what: str, value: str, *, show: bool = False) -> None:
         """ValueError on every rank, naming those that differ, unless all ranks hold the same ``value``; ``show`` it if it may be
         seen by whoever reads the log."""
-        if self.size == 1 or self.emulated:
+        if self.size == 1:
             return
-        self.settle()
+        self.drain()
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, (socket.gethostname(), value), group=self.group)
         first = values[0][1]
@@ -106,7 +149,7 @@ class World:
 
     def check_software(self) -> None:
         """Ranks with unlike versions may compute unlike things, and fail or err in ways nobody can explain."""
-        from . import __version__
+        from ..common.version import __version__
 
         versions = f"torch {torch.__version__}, transformers {version('transformers')}"
         self.check_same("the software", f"ladder-residual {__version__}, {versions}", show=True)
@@ -125,27 +168,31 @@ class World:
                 raise
             self.store.set(key, "done")
             return made
-        while not self.store.check([key]):
-            time.sleep(0.05)
-        if self.store.get(key) != b"done":
+        try:
+            while not self.store.check([key]):
+                time.sleep(0.05)
+            done = self.store.get(key) == b"done"
+        except dist.DistError:  # rank 0 may host the store, and take it along as it ends
+            done = False
+        if not done:
             raise ValueError("rank 0 failed before the others could begin; it says why")
         return work()
 
     def first_problem(self, own: str | None) -> str | None:
         """What stops any of the ranks, alike on all of them: the first that has something says it."""
-        if self.size == 1 or self.emulated or not dist.is_initialized():
+        if self.size == 1:
             return own
-        self.settle()
+        self.drain()
         said: list[Any] = [None] * self.size
         dist.all_gather_object(said, own, group=self.group)
         return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), None)
 
-    def ask(self, question: Callable[[], str], turn: int) -> str:
+    def ask(self, question: Callable[[], str]) -> str:
         """Rank 0's answer to ``question`` on every rank. A person may take longer than any collective's time-out, so the other
         ranks look into the store instead of waiting in one."""
         if self.size == 1:
             return question()
-        store, key = self.store, f"ask/{turn}"
+        store, key = self.store, f"ask/{next(_questions)}"
         if self.is_main:
             answer = question()
             store.set(key, answer)
@@ -155,18 +202,11 @@ class World:
         return store.get(key).decode()
 
 
-_firsts = itertools.count()  # every rank comes by the same calls in the same order
+_firsts, _questions = itertools.count(), itertools.count()  # every rank comes by the same calls in the same order
 
 
-def launched() -> int:
-    """How many processes the launcher (torchrun) started this one among; 1 without a launcher."""
-    value = os.environ.get("WORLD_SIZE", "1")
-    if not value.isascii() or not value.isdigit() or int(value) < 1:
-        raise ValueError(f"the environment variable WORLD_SIZE is {value!r:.40}, expected a number of processes")
-    return int(value)
-
-
-def _local_device(kind: str) -> torch.device:
+def local_device(kind: str) -> torch.device:
+    """Of this rank; ``kind``: auto, cpu or cuda."""
     if kind == "auto":
         kind = "cuda" if torch.cuda.is_available() else "cpu"
     if kind == "cpu":
@@ -183,60 +223,84 @@ def _local_device(kind: str) -> torch.device:
 
 @contextmanager
 def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) -> Iterator[World]:
-    """Join the process group the launcher describes, for the duration of the block."""
+    """Join the process group the launcher describes, for the duration of the block. A block within it has the same ranks."""
     if timeout <= 0:
         raise ValueError(f"the time-out must be positive, got {timeout} seconds")
-    where = _local_device(device)
+    where = local_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
     if launched() == 1:
         yield World(device=where)
         return
+    if _joined:
+        if where.type != _joined[0].device.type:
+            raise ValueError(f"device {where.type} was asked for, but these ranks met with device {_joined[0].device.type}")
+        yield _joined[0]
+        return
     sockets: PeerSockets | None = None
-    roll: RollCall | None = None
-    last_words: str | None = None
+    liveness: LivenessCheck | None = None
+    failure: str | None = None
     try:
         store, rank, size = _meet(timeout)
-        roll = RollCall(dist.PrefixStore("roll", store), rank, size, _master())
+        liveness = LivenessCheck(dist.PrefixStore("liveness", store), rank, size, _master())
         _form_group(store, rank, size, where, timeout)
         names = dist.PrefixStore("ranks", store)
         if where.type == "cpu":
             sockets = _connect(names, timeout)
         world = World(rank, size, where, dist.group.WORLD, sockets, names)
+        _joined.append(world)
         yield world
         _leave_together(world, timeout)
     except PeerLost as error:
-        last_words = ""
-        if roll is not None and _LOST in str(error):  # said by a thread of this rank that could not find out more
-            raise PeerLost(f"{error}; {roll.missing()}") from error
+        failure = ""
+        if liveness is not None and _LOST in str(error):  # said by a thread of this rank that could not find out more
+            raise PeerLost(f"{error}; {liveness.missing()}") from error
         raise
     except RuntimeError as error:
         if not tells_of_lost_peer(str(error)):
-            last_words = _in_short(error)
+            failure = _in_short(error)
             raise
         # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, where, and who is missing.
-        last_words = ""
-        who = roll.missing() if roll is not None else f"not all met at the run's store, {_master()}"
+        failure = ""
+        who = liveness.missing() if liveness is not None else f"not all met at the run's store, {_master()}"
         noticed = f"rank {os.environ.get('RANK')} of {launched()} on {socket.gethostname()}"
         raise PeerLost(f"{noticed} {_LOST}: {who}: {str(error).splitlines()[0][:200]}") from error
     except BaseException as error:
-        last_words = _in_short(error)
+        failure = _in_short(error)
         raise
     finally:
-        if roll is not None:
-            roll.leave(last_words)
+        _joined.clear()
+        if liveness is not None:
+            liveness.leave(failure)
         if sockets is not None:
             sockets.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
+def join(device: str = "auto") -> World:
+    """The ranks of ``distributed``, for the rest of the process: it leaves them as it ends. For scripts without a block."""
+    block = distributed(device)
+    world = block.__enter__()
+    if world.size > 1:
+        atexit.register(_leave, block)
+    return world
+
+
+def _leave(block: AbstractContextManager[World]) -> None:
+    error: BaseException | None = getattr(sys, "last_value", None)  # what ended the script; the other ranks learn it
+    with suppress(BaseException):  # it was shown already
+        block.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
+
+
 def tells_of_lost_peer(message: str) -> bool:
     """Whether a library's error message means that another rank is gone, silent or out of reach."""
     signs = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout after")
+    signs += ("imeout waiting for key", "Wait timeout")  # of a store in a file
     return any(sign in message for sign in (*signs, "Connect timeout", "timeout caused", "failed to connect"))
 
 
+_joined: list[World] = []  # the block this process is in, if any
 _uses = itertools.count()  # every rank enters its blocks in the same order
 
 
@@ -247,7 +311,11 @@ def _meet(timeout: float) -> tuple[dist.Store, int, int]:
     addresses in it lead to processes that are dead. So every attempt and every block has names of its own.
     """
     patience = timedelta(seconds=timeout)
-    store, rank, size = next(dist.rendezvous("env://", timeout=patience))
+    store: dist.Store
+    if path := os.environ.get(STORE):  # a file of this user, where a port would be open to every user of the host
+        store, rank, size = dist.FileStore(path), int(os.environ["RANK"]), launched()
+    else:
+        store, rank, size = next(dist.rendezvous("env://", timeout=patience))
     store.set_timeout(patience)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"ladder_residual/{attempt}/{next(_uses)}", store), rank, size
@@ -261,7 +329,7 @@ def _form_group(store: dist.Store, rank: int, size: int, where: torch.device, ti
 
 
 def _master() -> str:
-    return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
+    return os.environ.get(STORE) or f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
 
 
 def _in_short(error: BaseException) -> str:
@@ -279,46 +347,12 @@ def _connect(store: dist.Store, timeout: float) -> PeerSockets:
 
 def _leave_together(world: World, timeout: float) -> None:
     """A rank that closes its sockets while another still reads makes that one fail: part only when all are done."""
-    world.settle()
+    world.drain()
     store = world.store
     store.add("left", 1)
     deadline = time.monotonic() + timeout
     try:
-        while store.add("left", 0) < world.size and time.monotonic() < deadline:
+        while int(store.get("left")) < world.size and time.monotonic() < deadline:
             time.sleep(0.005)
     except dist.DistError:  # whoever hosts the store saw the last of us arrive and has left
         pass
-
-
-def finish_gradients(model: nn.Module, world: World) -> None:
-    """Complete the gradients of what several ranks hold alike. Call once after the last backward, before clipping and step.
-
-    Each rank's backward yields its own share of those gradients (``reduce.py``); they are summed in one message per dtype.
-    """
-    if world.size == 1:
-        return
-    cuts: dict[str, Cut | None] = model.tensor_parallel_cuts  # type: ignore[assignment]
-    by_dtype: dict[torch.dtype, list[tuple[Tensor, int]]] = {}
-    for name, parameter in model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
-        gradient = local_of(parameter.grad)  # with FSDP: this rank's rows of it, which are the same rows on all these ranks
-        pieces = pieces_of(parameter, cuts[name], world.size)
-        alike = [(piece.of(gradient), piece.copies) for piece in pieces if piece.copies > 1]
-        by_dtype.setdefault(parameter.dtype, []).extend(alike)
-    for dtype, shared in by_dtype.items():
-        # What only some ranks hold alike (replicated KV heads) gets a slot per group of those ranks.
-        sizes = [part.numel() * (world.size // copies) for part, copies in shared]
-        flat = torch.zeros(sum(sizes), dtype=dtype, device=world.device)
-        slots = [
-            chunk[(world.rank // copies) * part.numel() :][: part.numel()].view(part.shape)
-            for chunk, (part, copies) in zip(flat.split(sizes), shared, strict=True)
-        ]
-        for slot, (part, _) in zip(slots, shared, strict=True):
-            slot.copy_(part)
-        world.settle()
-        dist.all_reduce(flat, group=world.group)
-        for slot, (part, _) in zip(slots, shared, strict=True):
-            part.copy_(slot)

@@ -1,4 +1,4 @@
-"""How a message is summed over ranks inside the engine. A reducer owns its buffers, because some need special memory."""
+"""How a partial is all-reduced inside the engine. A reducer allocates its buffers, because some need special memory."""
 
 from __future__ import annotations
 
@@ -10,87 +10,88 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .emulate import Link
-from .launcher import Launcher
-from .multiprocessors import hopper
+from ..links import Link
+from . import REAL_REDUCERS
+from .cuda.device import is_hopper
+from .cuda.launcher import Launcher
+from .cuda.pdl import PdlMode
 
-REAL_REDUCERS = ("nccl", "symm")
-ONE_SHOT_BYTES = 256 << 10  # where torch's own choice between the two lies
-COPIED = 2048  # elements of a message that one program of an emulated sum copies at a time
-LARGE = 64 * COPIED  # elements; of larger messages 16 times as many, or copying them would outlast the link
+ONE_SHOT_BYTES = 256 << 10  # torch switches between the two there too
+BLOCK = 2048  # elements that one program of an emulated all-reduce copies at a time
+LARGE = 64 * BLOCK  # elements; of larger messages 16 times as many, or copying them would outlast the link
 SYMMETRIC_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class EngineReducer(Protocol):
     name: str
-    silent: bool  # nothing to wait for: a message is its own sum
-    multiprocessors: int  # that a sum keeps busy while it runs
-    early: bool  # sums may be launched before their message is there, and what waits for one before its end
+    is_noop: bool  # a partial is its own sum: nothing to start or to wait for
+    sm_count: int  # SMs that an all-reduce keeps busy
+    pdl: bool  # all-reduces may be launched before their input is complete, and what waits for one before its end
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        """(message, sum): where a module writes and where its consumers read; may be one tensor."""
+        """(partial, reduced): where a module writes and where its consumers read; may be one tensor."""
         ...
 
-    def reduce(self, message: Tensor, total: Tensor, lane: int, launch: Launcher) -> None:
-        """On the current stream."""
+    def reduce(self, partial: Tensor, reduced: Tensor, channel: int, launch: Launcher) -> None:
+        """On the current stream. All-reduces of different channels (0 and 1) may run at the same time."""
         ...
 
 
 class NoReducer:
-    """One rank, or an emulated rank with a link that costs nothing."""
+    """One rank, or an emulated rank with a link that takes no time."""
 
-    name, silent, multiprocessors, early = "none", True, 0, False
+    name, is_noop, sm_count, pdl = "none", True, 0, False
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        message = torch.full((rows, hidden), float("nan"), dtype=dtype, device=device)
-        return message, message
+        partial = torch.full((rows, hidden), float("nan"), dtype=dtype, device=device)
+        return partial, partial
 
-    def reduce(self, message: Tensor, total: Tensor, lane: int, launch: Launcher) -> None:
+    def reduce(self, partial: Tensor, reduced: Tensor, channel: int, launch: Launcher) -> None:
         raise AssertionError("nothing to reduce")
 
 
 class EmulatedReducer(NoReducer):
-    """A copy that lasts as long as the link says; the other ranks' partials are missing, so the sum is this rank's own."""
+    """A copy that takes as long as the link says. The other ranks' partials are missing, so the result is this rank's own."""
 
-    name, silent, multiprocessors = "emulated", False, 8
+    name, is_noop, sm_count = "emulated", False, 8
 
-    def __init__(self, link: Link, device: torch.device) -> None:
-        self.link, self.early = link, link.early and hopper(device)
+    def __init__(self, link: Link, tp: int, device: torch.device) -> None:
+        self.link, self.tp, self.pdl = link, tp, link.pdl and is_hopper(device)
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
         return tuple(torch.full((rows, hidden), float("nan"), dtype=dtype, device=device) for _ in range(2))  # type: ignore[return-value]
 
-    def reduce(self, message: Tensor, total: Tensor, lane: int, launch: Launcher) -> None:
-        from .kernels_small import copy_that_lasts
+    def reduce(self, partial: Tensor, reduced: Tensor, channel: int, launch: Launcher) -> None:
+        from .kernels.elementwise import timed_copy
 
-        size = message.numel() * message.element_size()
-        nanoseconds = round(1000 * self.link.microseconds(size))
-        piece = COPIED if message.numel() <= LARGE else 16 * COPIED
-        programs = min(self.multiprocessors, -(-message.numel() // piece))  # none without a piece of the message
-        start = launch if self.early else Launcher(pdl=0, carveout=launch.carveout)
-        start(copy_that_lasts, (programs,), message, total, message.numel(), nanoseconds, BLOCK=piece, warps=8)
-        launch.dependent = self.early
+        size = partial.numel() * partial.element_size()
+        nanoseconds = round(1000 * self.link.us(size, self.tp))
+        block = BLOCK if partial.numel() <= LARGE else 16 * BLOCK
+        programs = min(self.sm_count, -(-partial.numel() // block))  # none without a block to copy
+        start = launch if self.pdl else Launcher(PdlMode.OFF, smem_carveout=launch.smem_carveout)
+        start(timed_copy, (programs,), partial, reduced, partial.numel(), nanoseconds, BLOCK=block, num_warps=8)
+        launch.dependent = self.pdl
 
 
 class NcclReducer(NoReducer):
-    """NCCL on the stream it is called on. ``groups``: one communicator per lane, because collectives of one communicator run
-    one after the other and the two lanes must not wait for each other."""
+    """NCCL on the stream it is called on. ``groups``: a communicator per channel, because collectives of one communicator run one after
+    the other."""
 
-    name, silent, multiprocessors = "nccl", False, 16
+    name, is_noop, sm_count = "nccl", False, 16
 
     def __init__(self, groups: tuple[Any, Any]) -> None:
         self.groups = groups
 
-    def reduce(self, message: Tensor, total: Tensor, lane: int, launch: Launcher) -> None:
-        dist.all_reduce(message, group=self.groups[lane])
+    def reduce(self, partial: Tensor, reduced: Tensor, channel: int, launch: Launcher) -> None:
+        dist.all_reduce(partial, group=self.groups[channel])
         launch.dependent = False
 
 
 class SymmetricReducer(NoReducer):
-    """torch symmetric memory. Small messages: every rank reads all of its peers' (one-shot). Large ones: each rank sums its part of
-    them where they lie and hands it to the others (two-shot), which moves fewer bytes."""
+    """torch symmetric memory. One-shot for small messages: every rank reads its peers'. Two-shot for large ones: each rank reduces its
+    part in place and hands it to the others, which moves fewer bytes."""
 
-    name, silent, multiprocessors = "symm", False, 24
+    name, is_noop, sm_count = "symm", False, 24
 
     def __init__(self, group: Any) -> None:
         import torch.distributed._symmetric_memory as symm_mem
@@ -98,52 +99,52 @@ class SymmetricReducer(NoReducer):
         self._symm, self.group = symm_mem, group
 
     def allocate(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor]:
-        message = self.hold(rows, hidden, dtype, device)
-        self.meet(message)
-        message.fill_(float("nan"))
-        if message.nbytes > ONE_SHOT_BYTES:
-            return message, message
-        return message, torch.full((rows, hidden), float("nan"), dtype=dtype, device=device)
+        partial = self.empty(rows, hidden, dtype, device)
+        self.rendezvous(partial)
+        partial.fill_(float("nan"))
+        if partial.nbytes > ONE_SHOT_BYTES:
+            return partial, partial
+        return partial, torch.full((rows, hidden), float("nan"), dtype=dtype, device=device)
 
-    def hold(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def empty(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         return self._symm.empty(rows, hidden, dtype=dtype, device=device)
 
-    def meet(self, message: Tensor) -> None:
-        """With all ranks: each learns where the others' message lies."""
-        self._symm.rendezvous(message, self.group.group_name)
+    def rendezvous(self, partial: Tensor) -> None:
+        """With all ranks: each learns the addresses of the others' buffers."""
+        self._symm.rendezvous(partial, self.group.group_name)
 
-    def reduce(self, message: Tensor, total: Tensor, lane: int, launch: Launcher) -> None:
-        if total is message:
-            torch.ops.symm_mem.two_shot_all_reduce_(message, "sum", self.group.group_name)
+    def reduce(self, partial: Tensor, reduced: Tensor, channel: int, launch: Launcher) -> None:
+        if reduced is partial:
+            torch.ops.symm_mem.two_shot_all_reduce_(partial, "sum", self.group.group_name)
         else:
-            torch.ops.symm_mem.one_shot_all_reduce_out(message, "sum", self.group.group_name, total)
+            torch.ops.symm_mem.one_shot_all_reduce_out(partial, "sum", self.group.group_name, reduced)
         launch.dependent = False
 
 
 def _symmetric_reducer(group: Any, dtype: torch.dtype, device: torch.device) -> SymmetricReducer:
-    """RuntimeError, on every rank, if one of them has no symmetric memory: the others must not wait for it in the next step."""
+    """RuntimeError on every rank if one of them has no symmetric memory: the others must not wait for it in the next stage."""
     reducer: Any = None
-    messages: list[Tensor] = []
+    buffers: list[Tensor] = []
 
-    def begin() -> None:
+    def allocate() -> None:
         nonlocal reducer
         if dtype not in SYMMETRIC_DTYPES:
-            raise RuntimeError(f"it sums bfloat16 and float32, not {dtype}")
+            raise RuntimeError(f"it reduces bfloat16 and float32, not {dtype}")
         reducer = SymmetricReducer(group)
         one_shot, two_shot = 1, 1 + ONE_SHOT_BYTES // (1024 * dtype.itemsize)
-        messages.extend(reducer.hold(rows, 1024, dtype, device) for rows in (one_shot, two_shot))
+        buffers.extend(reducer.empty(rows, 1024, dtype, device) for rows in (one_shot, two_shot))
 
-    def meet() -> None:
-        for message in messages:
-            reducer.meet(message)
+    def rendezvous() -> None:
+        for buffer in buffers:
+            reducer.rendezvous(buffer)
 
-    def add() -> None:
-        small, large = (message.zero_() for message in messages)
-        reducer.reduce(small, torch.empty_like(small), 0, Launcher(pdl=0))
-        reducer.reduce(large, large, 0, Launcher(pdl=0))
+    def reduce() -> None:
+        small, large = (buffer.zero_() for buffer in buffers)
+        reducer.reduce(small, torch.empty_like(small), 0, Launcher(PdlMode.OFF))
+        reducer.reduce(large, large, 0, Launcher(PdlMode.OFF))
         torch.cuda.synchronize(device)
 
-    for stage in (begin, meet, add):
+    for stage in (allocate, rendezvous, reduce):
         problem = ""
         try:
             stage()
@@ -167,11 +168,11 @@ def make_reducer(
     if kind == "emulated":
         if link is None:
             raise ValueError("reducer 'emulated' needs a link, such as parse_link('24us')")
-        return NoReducer() if link.silent else EmulatedReducer(link, device)
+        return NoReducer() if link.silent else EmulatedReducer(link, tp, device)
     if kind not in REAL_REDUCERS:
         raise ValueError(f"unknown reducer {kind!r}; choose from none, emulated, {', '.join(REAL_REDUCERS)}")
     if groups is None:
-        raise ValueError(f"reducer {kind!r} needs groups: one process group for each of the two lanes")
+        raise ValueError(f"reducer {kind!r} needs groups: two process groups of all ranks")
     if kind == "symm":
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():

@@ -11,14 +11,15 @@ from .spec import EngineSpec
 
 
 def inverse_frequencies(spec: EngineSpec) -> Tensor:
-    """One angle per position and pair of dimensions (head_dim / 2), with the scalings of linear and Llama-3 rope."""
+    """(head_dim / 2) angles per position, for default, linear and Llama-3 rope. transformers' own functions need a config object and have
+    no default; ``tests/engine/test_rope.py`` holds these against them."""
     dim = spec.shape.head_dim
     inv = spec.rope_theta ** (-torch.arange(0, dim, 2, dtype=torch.float64) / dim)
     kind = spec.rope_scaling.get("rope_type", "default")
     if kind == "linear":
         inv = inv / spec.rope_scaling["factor"]
     elif kind == "llama3":
-        # low frequencies are stretched by `factor`, high ones kept, with a linear passage between
+        # low frequencies are divided by `factor`, high ones kept, those between interpolated
         factor = spec.rope_scaling["factor"]
         low, high = spec.rope_scaling["low_freq_factor"], spec.rope_scaling["high_freq_factor"]
         turns = spec.rope_scaling["original_max_position_embeddings"] * inv / (2 * math.pi)

@@ -1,15 +1,19 @@
-"""The order of work of one decode step, as data: who reads which version of the stream, what is summed, in which lane.
+"""The order of work of one decode step, as data: what each module reads, what is all-reduced, on which chain it runs.
 
-    >>> plan = plan_steps(Wiring.parse("ladder", num_layers=2), "one")
-    >>> [(step.name, step.absorbs) for step in plan.steps]
+    >>> plan = plan_steps(Wiring.parse("ladder", num_layers=2), "serial")
+    >>> [(step.name, step.adds) for step in plan.steps]
     [('attention 0', (0,)), ('mlp 0', ()), ('attention 1', (1,)), ('mlp 1', (2,))]
 
-Outputs are numbered: 0 is the embedding, i the i-th module of the chain (attention, MLP, attention, ...), as in the recurrence
-x_i = x_{i-1} + AR(h_i(.)). A step *absorbs* outputs into its lane's copy of the stream before it reads it. With two lanes the
-attention chain and the MLP chain each keep their own copy and exchange outputs only, so that they can run at the same time.
-*Woven* is one lane of three products a layer, QKV, gate/up and down; attention over the cache and its output product run beside
-gate/up. Of ladder wirings only MLPs add to the stream there, so that in ladder layers no product but down reads what the one before
-it wrote. Nothing here touches a device: ``execute.py`` runs a plan, tests run it on the CPU.
+Outputs are numbered along the chain of modules: 0 is the embedding, 1 the attention of layer 0, 2 its MLP, and so on. Before a module
+runs, its step *adds* outputs to the residual stream. Which ones a module may read comes from ``core.dependencies``, which runs the
+wiring's own recurrence.
+
+``serial``       one chain. All-reduces still run beside it where the wiring lets the next module start without them.
+``two_stream``   the attention chain and the MLP chain run at the same time, each with its own copy of the residual stream.
+``interleaved``  one chain of three kernels a layer: QKV, gate/up, down. Attention and its output projection run beside gate/up. With a
+                 ladder wiring only MLPs store the residual stream, so that no kernel but down reads what the kernel before it wrote.
+
+Nothing here touches a device: ``executor.py`` runs a plan.
 """
 
 from __future__ import annotations
@@ -19,29 +23,29 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import pairwise
 
-from ..config import Wiring
+from ..core.config import Wiring
+from ..core.dependencies import AllReduce, dependencies
 
-MAX_ABSORBS = 3  # what one kernel adds in a go; the widest case is a standard layer after a ladder layer in two lanes
-SCHEDULES = ("one", "two", "woven")
+MAX_ADDS = 3  # outputs one kernel can add; the widest case is a standard layer after a ladder layer with two chains
+SCHEDULES = ("serial", "two_stream", "interleaved")
 SUPPORTED_KINDS = ("standard", "ladder", "parallel", "desync", "no-comm")
 
 
 @dataclass(frozen=True)
 class Step:
-    """One module (or, ``kind == "agree"``, the mean of diverged streams) and what happens around it."""
+    """One module and what happens around it. ``kind == "average"``: no module, but the mean of the ranks' diverged streams."""
 
-    kind: str  # attention | mlp | agree
+    kind: str  # attention | mlp | average | head
     layer: int
-    output: int  # the number of the output it makes
-    absorbs: tuple[int, ...]  # outputs to add to the lane's stream first, oldest first
-    keeps_stream: bool = True  # False: the stream starts anew from what is absorbed: the embedding, or a sync of desync
-    reduce: bool = True  # sum the output over ranks
-    adds_stream: bool = False  # desync's sync point: the message is partial + stream / ranks
-    adds_output: int | None = None  # parallel: this rank's attention partial joins the MLP's message
-    first_norm: bool = False  # parallel: the MLP reads through the layer's first norm
-    lane: int = 0
-    # the stream with the outputs added is read and not kept: a later step of the lane absorbs them again, or there is none
-    aside: bool = False
+    output: int  # the number of the output it computes
+    adds: tuple[int, ...]  # outputs to add to the residual stream before it is read, oldest first
+    keeps_stream: bool = True  # False: the stream starts anew from ``adds`` (the embedding, or the mean of diverged streams)
+    reduce: bool = True  # all-reduce the output
+    partial_adds_stream: bool = False  # desync: what is all-reduced is the partial + stream / tp
+    partial_adds_output: int | None = None  # parallel: the attention partial that is all-reduced with the MLP's
+    uses_input_norm: bool = False  # parallel: the MLP reads through the layer's input norm
+    chain: int = 0  # with two chains 0 is attention's and 1 the MLP's
+    read_only: bool = False  # the stream with ``adds`` is read and not stored: a later step adds them again, or none does
 
     @property
     def name(self) -> str:
@@ -49,181 +53,173 @@ class Step:
 
     @property
     def stores_stream(self) -> bool:
-        return bool(self.absorbs) and not self.aside
+        return bool(self.adds) and not self.read_only
 
 
 @dataclass(frozen=True)
 class Plan:
     wiring: Wiring
-    lanes: int
+    num_chains: int
     steps: tuple[Step, ...]
-    final: Step  # what the head absorbs (kind "head", makes no output)
-    woven: bool = False
+    head: Step  # what the LM head reads; computes no output
+    interleaved: bool = False
 
     @property
     def schedule(self) -> str:
-        """What is run: one lane where there was nothing to weave."""
-        return "two" if self.lanes == 2 else "woven" if self._woven else "one"
+        """The schedule that is run: ``serial`` where there is nothing to interleave."""
+        return "two_stream" if self.num_chains == 2 else "interleaved" if self._beside_mlp else "serial"
 
     @property
-    def sums(self) -> int:
-        """All-reduces per step, without the embedding's and the head's."""
+    def num_all_reduces(self) -> int:
+        """Per step, without the embedding's and the head's."""
         return sum(step.reduce for step in self.steps)
 
     def consumers(self, output: int) -> Sequence[Step]:
         return self._consumers.get(output, ())
 
-    def in_flight(self, step: Step) -> bool:
-        """Whether other work of the same lane may run while this step's sum is under way."""
+    def overlaps(self, step: Step) -> bool:
+        """Whether the next step of its chain runs while this step's all-reduce is in flight."""
         return step.output in self._overlapped
 
-    def weaves(self, step: Step) -> bool:
-        """Whether an attention, but for its QKV product, may run beside the MLP's first product."""
-        return step.output in self._woven
+    def runs_beside_mlp(self, step: Step) -> bool:
+        """Whether an attention, but for its QKV projection, runs beside the MLP's gate/up projection."""
+        return step.output in self._beside_mlp
 
     @cached_property
-    def skips(self) -> bool:
-        """Whether no QKV and no gate/up reads what the product before it in the line made, nor a stream that it wrote (an MLP's is
-        gate/up's, which is in front of down): a woven step of ladder layers alone."""
+    def can_read_before_wait(self) -> bool:
+        """Whether no QKV and no gate/up kernel reads an output or a stream that the kernel before it on the chain wrote (an MLP's stream
+        is written by gate/up, two kernels before the next QKV). True for an interleaved step of ladder layers alone."""
         apart = all(
-            before.output not in step.absorbs and (before.aside or before.kind == "mlp")
+            before.output not in step.adds and (before.read_only or before.kind == "mlp")
             for before, step in pairwise(self.steps)
         )
-        return apart and self.lanes == 1 and len(self._woven) == self.wiring.num_layers
+        return apart and self.num_chains == 1 and len(self._beside_mlp) == self.wiring.num_layers
 
-    # Looked up for every step of every prompt, while the card waits: worked out once.
+    # Looked up for every step of every prompt while the GPU waits, so computed once.
     @cached_property
-    def _woven(self) -> frozenset[int]:
-        pairs = pairwise(self.steps) if self.woven else ()
-        apart = (pair for pair in pairs if (pair[0].kind, pair[1].kind) == ("attention", "mlp"))
-        return frozenset(step.output for step, mlp in apart if step.output not in mlp.absorbs)
+    def _beside_mlp(self) -> frozenset[int]:
+        pairs = pairwise(self.steps) if self.interleaved else ()
+        layers = (pair for pair in pairs if (pair[0].kind, pair[1].kind) == ("attention", "mlp"))
+        return frozenset(attention.output for attention, mlp in layers if attention.output not in mlp.adds)
 
     @cached_property
     def _consumers(self) -> dict[int, list[Step]]:
         found: dict[int, list[Step]] = {}
-        for step in (*self.steps, self.final):
-            for output in step.absorbs:
+        for step in (*self.steps, self.head):
+            for output in step.adds:
                 found.setdefault(output, []).append(step)
         return found
 
     @cached_property
     def _overlapped(self) -> frozenset[int]:
-        by_lane = [[step for step in (*self.steps, self.final) if step.lane == lane] for lane in range(self.lanes)]
-        neighbours = [pair for steps in by_lane for pair in pairwise(steps)]
-        return frozenset(step.output for step, following in neighbours if step.output not in following.absorbs)
+        chains = [[step for step in (*self.steps, self.head) if step.chain == chain] for chain in range(self.num_chains)]
+        neighbours = [pair for steps in chains for pair in pairwise(steps)]
+        return frozenset(step.output for step, following in neighbours if step.output not in following.adds)
 
 
 @cache
-def plan_steps(wiring: Wiring, schedule: str = "one") -> Plan:
+def plan_steps(wiring: Wiring, schedule: str = "serial") -> Plan:
     if wiring.kind not in SUPPORTED_KINDS:
         raise ValueError(f"the CUDA engine has no {wiring.name} wiring; it runs {', '.join(SUPPORTED_KINDS)}")
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
-    if schedule == "two":
+    if schedule == "two_stream":
         if wiring.kind not in ("ladder", "standard"):
-            raise ValueError(f"two lanes need a ladder wiring, {wiring.spec} has one chain: use one lane")
-        return _plan_two_lanes(wiring)
-    if schedule == "woven" and wiring.kind == "ladder":
-        return _plan_woven(wiring)
-    return replace(_plan_one_lane(wiring), woven=schedule == "woven")
+            raise ValueError(f"two_stream needs a ladder wiring, {wiring.spec} has one chain: use serial")
+        return _plan_two_stream(wiring)
+    if schedule == "interleaved" and wiring.kind == "ladder":
+        return _plan_interleaved(wiring)
+    return replace(_plan_serial(wiring), interleaved=schedule == "interleaved")
 
 
-def _plan_one_lane(wiring: Wiring) -> Plan:
-    steps: list[Step] = []
-    pending: list[int] = [0]
-    keeps = False  # the embedding replaces the (empty) stream
-    diverged = False
-    extra = 2 * wiring.num_layers  # numbers for the outputs of "agree" steps
-
-    def absorb(most_recent_kept: int) -> tuple[tuple[int, ...], bool]:
-        """Take all pending outputs but the ``most_recent_kept`` newest."""
-        nonlocal pending, keeps
-        # x_{-1} = x_0: the embedding is never left behind
-        due = len(pending) - most_recent_kept if pending != [0] else 1
-        taken, pending = tuple(pending[: max(due, 0)]), pending[max(due, 0) :]
-        keep = keeps
-        if taken:
-            keeps = True
-        return taken, keep
-
-    def agree(layer: int) -> None:
-        nonlocal pending, keeps, diverged, extra
-        if not diverged:
-            return
-        extra += 1
-        taken, keep = absorb(0)
-        steps.append(Step("agree", layer, extra, taken, keeps_stream=keep))
-        pending, keeps, diverged = [extra], False, False
-
-    for layer in range(wiring.num_layers):
-        kind = wiring.kind_of(layer)
-        attention, mlp = 2 * layer + 1, 2 * layer + 2
-        if kind not in ("desync", "no-comm"):
-            agree(layer)
-        if kind == "parallel":
-            taken, keep = absorb(0)
-            steps.append(Step("attention", layer, attention, taken, keeps_stream=keep, reduce=False))
-            steps.append(Step("mlp", layer, mlp, (), adds_output=attention, first_norm=True))
-            pending.append(mlp)
-            continue
-        for name, output in (("attention", attention), ("mlp", mlp)):
-            taken, keep = absorb(1 if kind == "ladder" else 0)
-            if kind == "desync" and output % wiring.step == 0:
-                steps.append(Step(name, layer, output, taken, keeps_stream=keep, adds_stream=True))
-                keeps, diverged = False, False
-            else:
-                reduce = kind not in ("desync", "no-comm")
-                steps.append(Step(name, layer, output, taken, keeps_stream=keep, reduce=reduce))
-                diverged = diverged or kind == "desync"
-            pending.append(output)
-    agree(wiring.num_layers)
-    taken, keep = absorb(0)
-    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, aside=True)
-    return Plan(wiring, 1, tuple(steps), final)
-
-
-def _plan_two_lanes(wiring: Wiring) -> Plan:
-    """Lane 0 has the attention chain, lane 1 the MLP chain; each absorbs what the recurrence lets it see, no more."""
-    absorbed = [-1, -1]  # the newest output in each lane's stream
-    steps: list[Step] = []
-
-    def absorb(lane: int, newest: int) -> tuple[tuple[int, ...], bool]:
-        taken = tuple(range(absorbed[lane] + 1, newest + 1))
-        keep = absorbed[lane] >= 0
-        absorbed[lane] = max(newest, absorbed[lane])
-        return taken, keep
-
-    for layer in range(wiring.num_layers):
-        behind = 2 if wiring.kind_of(layer) == "ladder" else 1
-        for lane, name in enumerate(("attention", "mlp")):
-            output = 2 * layer + 1 + lane
-            taken, keep = absorb(lane, max(output - behind, 0))
-            steps.append(Step(name, layer, output, taken, keeps_stream=keep, lane=lane))
-    taken, keep = absorb(1, 2 * wiring.num_layers)
-    final = Step("head", wiring.num_layers, -1, taken, keeps_stream=keep, reduce=False, lane=1, aside=True)
-    return Plan(wiring, 2, tuple(steps), final)
-
-
-def _plan_woven(wiring: Wiring) -> Plan:
-    """One stream, which only MLPs add to. An attention reads it with what it may see beyond; that its MLP absorbs again."""
-    kept = -1  # the newest output in the stream
-    steps: list[Step] = []
-    for layer in range(wiring.num_layers):
-        behind = 2 if wiring.kind_of(layer) == "ladder" else 1
-        for kind, output in (("attention", 2 * layer + 1), ("mlp", 2 * layer + 2)):
-            newest = max(output - behind, 0)
-            absorbs = tuple(range(kept + 1, newest + 1))
-            steps.append(Step(kind, layer, output, absorbs, keeps_stream=kept >= 0, aside=kind == "attention"))
-            if kind == "mlp":
-                kept = newest
-    absorbs = tuple(range(kept + 1, 2 * wiring.num_layers + 1))
-    final = Step("head", wiring.num_layers, -1, absorbs, reduce=False, aside=True)
-    return Plan(wiring, 1, tuple(steps), final, woven=True)
-
-
-def schedules_of(wiring: Wiring) -> tuple[str, ...]:
-    """Those that differ from one lane: two chains exist only where some layers are ladder layers, and an MLP that does not wait for its
-    layer's attention there and in parallel layers."""
+def available_schedules(wiring: Wiring) -> tuple[str, ...]:
+    """Those that differ from ``serial``, and it: two chains exist only where some layers are ladder layers, and an MLP that does not wait
+    for its layer's attention there and in parallel layers."""
     if wiring.kind == "ladder":
         return SCHEDULES
-    return ("one", "woven") if wiring.kind == "parallel" else ("one",)
+    return ("serial", "interleaved") if wiring.kind == "parallel" else ("serial",)
+
+
+def _plan_serial(wiring: Wiring) -> Plan:
+    known = dependencies(wiring)
+    started: dict[int, list[AllReduce]] = {}  # by the output computed last before
+    for all_reduce in known.all_reduces:
+        started.setdefault(all_reduce.started_after, []).append(all_reduce)
+    last = 2 * wiring.num_layers
+    average = last  # numbers of the outputs of "average" steps go on from here
+    waiting: dict[int, set[int]] = {0: {0}}  # outputs not yet in the stream, and what each is made of
+    steps: list[Step] = []
+    keeps = False
+
+    def take(readable: set[int]) -> tuple[tuple[int, ...], bool]:
+        """The outputs to add, and whether to the stream there is."""
+        nonlocal keeps
+        adds, kept = tuple(number for number, parts in waiting.items() if parts <= readable), keeps
+        for number in adds:
+            del waiting[number]
+        keeps = keeps or bool(adds)
+        return adds, kept
+
+    for output in range(1, last + 2):
+        layer, is_mlp = divmod(output - 1, 2)
+        for all_reduce in started.get(output - 1, ()):
+            if not all_reduce.has_output:  # diverged streams become one before this module
+                average += 1
+                adds, kept = take(set(all_reduce.shares))
+                steps.append(Step("average", layer, average, adds, keeps_stream=kept))
+                waiting, keeps = {average: set(all_reduce.shares)}, False
+        adds, kept = take(set(known.reads[output - 1]))
+        if output > last:
+            head = Step("head", wiring.num_layers, -1, adds, keeps_stream=kept, reduce=False, read_only=True)
+            return Plan(wiring, 1, tuple(steps), head)
+        own = next((all_reduce for all_reduce in started.get(output, ()) if all_reduce.has_output), None)
+        step = Step("mlp" if is_mlp else "attention", layer, output, adds, keeps_stream=kept, reduce=own is not None)
+        parts = {output}
+        if own is not None and own.has_stream:
+            step = replace(step, partial_adds_stream=True)
+            parts, waiting, keeps = set(own.shares), {}, False
+        elif wiring.kind_of(layer) == "parallel":
+            if is_mlp:
+                step = replace(step, partial_adds_output=output - 1, uses_input_norm=True)
+            parts = {output - 1, output} if is_mlp else set()
+        steps.append(step)
+        if parts:
+            waiting[output] = parts
+    raise AssertionError("the loop ends with the head")
+
+
+def _plan_two_stream(wiring: Wiring) -> Plan:
+    """Chain 0 has the attentions, chain 1 the MLPs and the head."""
+    reads = dependencies(wiring).reads
+    newest_in = [-1, -1]  # the newest output in each chain's stream
+    steps: list[Step] = []
+
+    def take(chain: int, newest: int) -> tuple[tuple[int, ...], bool]:
+        adds, kept = tuple(range(newest_in[chain] + 1, newest + 1)), newest_in[chain] >= 0
+        newest_in[chain] = max(newest, newest_in[chain])
+        return adds, kept
+
+    for output, readable in enumerate(reads[:-1], start=1):
+        layer, chain = divmod(output - 1, 2)
+        adds, kept = take(chain, max(readable))
+        steps.append(Step(("attention", "mlp")[chain], layer, output, adds, keeps_stream=kept, chain=chain))
+    adds, kept = take(1, max(reads[-1]))
+    head = Step("head", wiring.num_layers, -1, adds, keeps_stream=kept, reduce=False, chain=1, read_only=True)
+    return Plan(wiring, 2, tuple(steps), head)
+
+
+def _plan_interleaved(wiring: Wiring) -> Plan:
+    """Only MLPs store the stream. An attention reads it with the outputs it may see on top, and its MLP adds those again."""
+    reads = dependencies(wiring).reads
+    stored = -1  # the newest output in the stream
+    steps: list[Step] = []
+    for output, readable in enumerate(reads[:-1], start=1):
+        layer, is_mlp = divmod(output - 1, 2)
+        adds = tuple(range(stored + 1, max(readable) + 1))
+        kind = "mlp" if is_mlp else "attention"
+        steps.append(Step(kind, layer, output, adds, keeps_stream=stored >= 0, read_only=not is_mlp))
+        if is_mlp:
+            stored = max(readable)
+    adds = tuple(range(stored + 1, max(reads[-1]) + 1))
+    head = Step("head", wiring.num_layers, -1, adds, reduce=False, read_only=True)
+    return Plan(wiring, 1, tuple(steps), head, interleaved=True)

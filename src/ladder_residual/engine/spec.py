@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..presets import ModelShape
-from ..sharding import split
+from ..models.presets import ModelShape
+from ..models.sharding import split
 
 HEAD_DIMS = (64, 128, 256)  # tiles of the attention kernel are powers of two
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -125,15 +125,15 @@ class RankSizes:
     def qkv_width(self) -> int:
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
-    def weight_bytes(self, element: int, *, tied: bool) -> int:
+    def weight_bytes(self, element: int) -> int:
         """What a decode step reads: every layer's projections and norms, and the head (the embedding's rows do not count)."""
         attention = self.hidden * self.qkv_width + self.hidden * self.heads * self.head_dim
         mlp = 3 * self.hidden * self.intermediate
         return element * (self.layers * (attention + mlp + 2 * self.hidden) + self.hidden * (self.vocab_rows + 1))
 
     def resident_bytes(self, element: int, *, tied: bool) -> int:
-        """What the card holds of weights: the above, and the embedding unless it is the head."""
-        return self.weight_bytes(element, tied=tied) + (0 if tied else element * self.hidden * self.vocab_rows)
+        """What the GPU holds of weights: the above, and the embedding unless it is the head."""
+        return self.weight_bytes(element) + (0 if tied else element * self.hidden * self.vocab_rows)
 
     def cache_bytes(self, element: int, batch: int, context: int) -> int:
         return 2 * element * self.layers * batch * self.kv_heads * context * self.head_dim

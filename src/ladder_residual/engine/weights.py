@@ -14,8 +14,8 @@ from .spec import EngineSpec, RankSizes
 
 @dataclass(frozen=True)
 class LayerWeights:
-    first_norm: Tensor  # (hidden)
-    second_norm: Tensor  # (hidden)
+    input_norm: Tensor  # (hidden)
+    post_attention_norm: Tensor  # (hidden)
     qkv: Tensor  # (heads + 2 * kv_heads) * head_dim x hidden
     output: Tensor  # hidden x heads * head_dim
     gate_up: Tensor  # 2 * intermediate x hidden
@@ -54,7 +54,7 @@ def stack_weights(
     spec: EngineSpec, sizes: RankSizes, weights: MutableMapping[str, Tensor] | Mapping[str, Tensor], *, release: bool = False
 ) -> RankWeights:
     """From a rank's slices under Hugging Face names. ``release`` removes each tensor from ``weights`` once it is stacked, so
-    that a shard which fills the card is never held twice."""
+    that a shard which fills the GPU is never held twice."""
 
     def take(name: str, rows: int, columns: int | None = None) -> Tensor:
         if name not in weights:
@@ -68,7 +68,7 @@ def stack_weights(
     def take_vocabulary(name: str) -> Tensor:
         table = take(name, sizes.vocab_tokens, sizes.hidden)
         missing = sizes.vocab_rows - sizes.vocab_tokens
-        # Zeros: the token of such a row is the next rank's, and the sum over ranks must not count it twice.
+        # Zeros: the token of such a row is the next rank's, and the all-reduce must not count it twice.
         return F.pad(table, (0, 0, 0, missing)) if missing else table
 
     h, d = sizes.hidden, sizes.head_dim
@@ -82,8 +82,8 @@ def stack_weights(
         bias = [take(attn + f"{n}_proj.bias", rows) for n, rows in (("q", q), ("k", kv), ("v", kv))] if spec.qkv_bias else []
         layers.append(
             LayerWeights(
-                first_norm=take(at + "input_layernorm.weight", h),
-                second_norm=take(at + "post_attention_layernorm.weight", h),
+                input_norm=take(at + "input_layernorm.weight", h),
+                post_attention_norm=take(at + "post_attention_layernorm.weight", h),
                 qkv=torch.cat(qkv),
                 output=take(attn + "o_proj.weight", h, q).contiguous(),
                 gate_up=torch.cat([take(mlp + "gate_proj.weight", ff, h), take(mlp + "up_proj.weight", ff, h)]),

@@ -109,7 +109,7 @@ class ScoringLM(HFLM):
 
 
 class Recorder:
-    """A scorer that only notes what it was asked for."""
+    """A scorer that only records what it was asked for."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dict[str, Request]] = {}
@@ -132,12 +132,12 @@ class LoadedTasks:
 
     harness: dict[str, Any]
     wanted: list[Wanted]
-    notes: dict[str, list[str]] = field(default_factory=dict)
+    caveats: dict[str, list[str]] = field(default_factory=dict)
 
 
 def load_tasks(wanted: Sequence[Wanted], folders: Sequence[Path] = (), *, allow_code: bool = False) -> LoadedTasks:
     """Tasks from the hub, or from ``folders`` if any are given."""
-    notes: dict[str, list[str]] = {}
+    caveats: dict[str, list[str]] = {}
     kept: list[Wanted] = []
     parts: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="ladder-eval-") as workdir, _quietly():
@@ -149,7 +149,7 @@ def load_tasks(wanted: Sequence[Wanted], folders: Sequence[Path] = (), *, allow_
                 if folders:
                     local = local_task(one.task, folders, one.shots or 0)
                     loaded = _load_local(one.task, local, Path(workdir) / one.task.name)
-                    notes[one.task.name] = local.notes
+                    caveats[one.task.name] = local.caveats
                 else:
                     assert manager is not None
                     loaded = _load(manager, one.task)
@@ -157,15 +157,15 @@ def load_tasks(wanted: Sequence[Wanted], folders: Sequence[Path] = (), *, allow_
             except (MissingScorer, MissingFile) as error:
                 if not one.optional:
                     raise
-                notes[one.task.name] = [f"left out: {error}"]
+                caveats[one.task.name] = [f"left out: {error}"]
                 continue
-            _set_shots(loaded, one, notes)
+            _set_shots(loaded, one, caveats)
             kept.append(one)
             parts.append(loaded)
     if not kept:
-        raise ValueError("none of the tasks can run here: " + "; ".join(note for one in notes.values() for note in one))
+        raise ValueError("none of the tasks can run here: " + "; ".join(caveat for one in caveats.values() for caveat in one))
     merged = {key: {name: value for part in parts for name, value in part[key].items()} for key in ("tasks", "groups")}
-    return LoadedTasks(merged, kept, {name: found for name, found in notes.items() if found})
+    return LoadedTasks(merged, kept, {name: found for name, found in caveats.items() if found})
 
 
 class MissingScorer(ValueError):
@@ -213,7 +213,7 @@ def _load_local(task: Task, local: LocalTask, workdir: Path) -> dict[str, Any]:
     group = {"group": "mmlu", "task": members, "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}]}
     (workdir / "mmlu.yaml").write_text(json.dumps(group), encoding="utf-8")
     if len(subjects) < 57:
-        local.notes.append(f"{len(subjects)} of the 57 subjects")
+        local.caveats.append(f"{len(subjects)} of the 57 subjects")
     return _load(TaskManager(include_defaults=False, include_path=workdir), task)
 
 
@@ -255,12 +255,12 @@ def _code_not_allowed(name: str) -> MissingScorer:
     return MissingScorer(f"{name} runs the code that the model writes; allow that with --allow-code, on a machine meant for it")
 
 
-def _set_shots(loaded: dict[str, Any], wanted: Wanted, notes: dict[str, list[str]]) -> None:
+def _set_shots(loaded: dict[str, Any], wanted: Wanted, caveats: dict[str, list[str]]) -> None:
     """As the harness's own command line does: a task that fixes 0 examples keeps them."""
     for found in loaded["tasks"].values():
         fixed = found.get_config("num_fewshot")
         if fixed == 0 and wanted.shots:
-            notes.setdefault(wanted.task.name, []).append(f"0 examples as its prompt is fixed, not {wanted.shots}")
+            caveats.setdefault(wanted.task.name, []).append(f"0 examples as its prompt is fixed, not {wanted.shots}")
         elif wanted.shots is not None or fixed is None:
             found.set_config(key="num_fewshot", value=wanted.shots or 0)
 
@@ -289,7 +289,7 @@ def run(
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """The harness warns about what we do on purpose; what matters is in our notes. Rows are read in no time: no bars for that."""
+    """The harness warns about what we do on purpose; what matters is among our caveats. Rows are read in no time: no bars for that."""
     logger = logging.getLogger("lm_eval")
     before, had_bars = logger.level, datasets.utils.are_progress_bars_disabled() is False
     logger.setLevel(logging.ERROR)

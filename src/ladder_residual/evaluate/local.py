@@ -1,7 +1,7 @@
 """Tasks from files instead of the hub: ``<task>_<split>.jsonl`` (or .jsonl.gz, .jsonl.xz), a row a line, fields as on the hub.
 
-Every row is checked before anything is loaded, and what differs from the harness's own data is noted, because it belongs beside
-the figures. No torch here.
+Every row is checked before anything is loaded, and what differs from the harness's own data becomes a caveat, because it belongs
+beside the figures. No torch here.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import lzma
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from ..common.suggest import did_you_mean
 from .rows import CONVERTERS, pages_of
 from .tasks import Task
 
@@ -50,15 +50,16 @@ class LocalTask:
     name: str
     rows: list[Row]
     examples: list[Row]
-    notes: list[str] = field(default_factory=list)
+    caveats: list[str] = field(default_factory=list)
 
 
 def local_task(task: Task, folders: Sequence[Path], shots: int) -> LocalTask:
     """The task's rows from the first folder that has them."""
     if task.name not in CONVERTERS:
-        near = get_close_matches(task.name, CONVERTERS, 1, 0.5)
-        advice = f"did you mean {near[0]}?" if near else f"those that can be: {', '.join(CONVERTERS)}"
-        raise ValueError(f"the task {task.name!r} cannot be read from files (--local); {advice}")
+        hint = did_you_mean(task.name, CONVERTERS)
+        raise ValueError(
+            f"the task {task.name!r} cannot be read from files (--local){hint}; those that can: {', '.join(CONVERTERS)}"
+        )
     files = _files(task, folders)
     split = task.split if task.split in files else next((s for s in ("test", "validation", "dev") if s in files), None)
     if split is None:
@@ -67,11 +68,11 @@ def local_task(task: Task, folders: Sequence[Path], shots: int) -> LocalTask:
             f"no file for task {task.name} in {where}: expected {_stems(task)[0]}_{_short(task.split)}.jsonl "
             "(or .jsonl.gz, .jsonl.xz); name the folder that has it with another --local"
         )
-    rows, notes = read_rows(files[split], task.name), []
+    rows, caveats = read_rows(files[split], task.name), []
     if split != task.split:
-        notes.append(f"{split} rows ({files[split].name}) instead of the harness's {task.split} split")
+        caveats.append(f"{split} rows ({files[split].name}) instead of the harness's {task.split} split")
     elif task.rows is not None and len(rows) != task.rows:
-        notes.append(f"{len(rows)} of the {task.rows} rows of the {split} split")
+        caveats.append(f"{len(rows)} of the {task.rows} rows of the {split} split")
     examples: list[Row] = []
     if shots and task.fewshot:
         order = (task.fewshot, "train", "dev", "validation", "test")
@@ -80,8 +81,8 @@ def local_task(task: Task, folders: Sequence[Path], shots: int) -> LocalTask:
             examples = read_rows(files[pool], task.name)
         if pool != task.fewshot:
             same = ", never the row itself" if pool == split else ""
-            notes.append(f"examples from {pool} rows{same}; the harness takes them from {task.fewshot}")
-    return LocalTask(task.name, rows, examples, notes)
+            caveats.append(f"examples from {pool} rows{same}; the harness takes them from {task.fewshot}")
+    return LocalTask(task.name, rows, examples, caveats)
 
 
 def _stems(task: Task) -> tuple[str, ...]:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from ..common.markdown import table
 from .results import Result
+
+_ROW = ("task", "shots", "n", "metric")  # what identifies a row of the tables
 
 
 def percent(value: float, error: float | None = None, metric: str = "") -> str:
@@ -24,33 +27,26 @@ def signed(value: float, metric: str = "") -> str:
 
 
 def render(result: Result) -> str:
-    """The whole page: tables, notes, and what the figures were made with."""
+    """The whole page: tables, caveats, and what the figures were made with."""
     lines = [f"## {result['model']}" + (f" against {result['against']['model']}" if "against" in result else ""), ""]
     if result["rows"]:
-        lines += _against_table(result) if "against" in result else _table(result)
-        lines.append("")
+        lines.append(_against_table(result) if "against" in result else _table(result))
     if "perplexity" in result:
         lines += [*_perplexity_lines(result), ""]
-    notes = [f"- {name}: {note}" for name, found in result["notes"].items() for note in found]
-    lines += ([*notes, ""] if notes else []) + [_made_with(result)]
+    caveats = [f"- {name}: {caveat}" for name, found in result["caveats"].items() for caveat in found]
+    lines += ([*caveats, ""] if caveats else []) + [_made_with(result)]
     return "\n".join(lines) + "\n"
 
 
-def _table(result: Result) -> list[str]:
-    lines = ["| task | shots | rows | metric | value, % |", "|---|---|---|---|---|"]
-    for row in result["rows"]:
-        if row["shown"]:
-            figure = percent(row["value"], row["stderr"], row["metric"])
-            lines.append(f"| {row['task']} | {row['shots']} | {row['n']} | {row['metric']} | {figure} |")
-    return lines
+def _table(result: Result) -> str:
+    shown = [row for row in result["rows"] if row["shown"]]
+    rows = [[*(row[key] for key in _ROW), percent(row["value"], row["stderr"], row["metric"])] for row in shown]
+    return table(["task", "shots", "rows", "metric", "value, %"], rows)
 
 
-def _against_table(result: Result) -> list[str]:
-    lines = [
-        "| task | shots | rows | metric | this model, % | against, % | difference | paired s.e. | unpaired s.e. "
-        "| rows changed, % | within one s.e. |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+def _against_table(result: Result) -> str:
+    header = ["task", "shots", "rows", "metric", "this model, %", "against, %", "difference", "paired s.e.", "unpaired s.e."]
+    lines = []
     by_name = {(row["task"], row["metric"]): row for row in result["rows"]}
     for pair in result["comparison"]:
         if not pair["shown"]:
@@ -59,12 +55,10 @@ def _against_table(result: Result) -> list[str]:
         errors = [
             f"{100 * error:.1f}" if error is not None else "" for error in (pair["paired_stderr"], pair["unpaired_stderr"])
         ]
-        lines.append(
-            f"| {row['task']} | {row['shots']} | {row['n']} | {metric} | {percent(row['value'], row['stderr'], metric)} "
-            f"| {percent(pair['against'], pair['against_stderr'], metric)} | {signed(pair['difference'], metric)} "
-            f"| {errors[0]} | {errors[1]} | {_changed(pair)} | {_yes_no(pair['within_one_stderr'])} |"
-        )
-    return lines
+        values = percent(row["value"], row["stderr"], metric), percent(pair["against"], pair["against_stderr"], metric)
+        changes = signed(pair["difference"], metric), *errors, _changed(pair), _yes_no(pair["within_one_stderr"])
+        lines.append([*(row[key] for key in _ROW), *values, *changes])
+    return table([*header, "rows changed, %", "within one s.e."], lines)
 
 
 def _changed(pair: dict[str, Any]) -> str:

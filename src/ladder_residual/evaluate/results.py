@@ -124,13 +124,13 @@ def compare(ours: Result, theirs: Result) -> list[dict[str, Any]]:
         difference = row["value"] - against["value"]
         errors = [row["stderr"], against["stderr"]]
         unpaired = math.hypot(*errors) if None not in errors else None
-        paired, changed, note = None, None, None
+        paired, changed, caveat = None, None, None
         mine, its = (result["items"].get(row["task"], {}).get(row["metric"]) for result in (ours, theirs))
         if mine and its and (mine["rows"], row["shots"]) == (its["rows"], against["shots"]):
             paired = paired_stderr(mine["values"], its["values"])
             changed = sum(a != b for a, b in zip(mine["values"], its["values"], strict=True)) / max(len(mine["values"]), 1)
         elif mine and its:
-            note = "the two were given different rows or shots"
+            caveat = "the two were given different rows or shots"
         found.append(
             {
                 "task": row["task"],
@@ -145,7 +145,7 @@ def compare(ours: Result, theirs: Result) -> list[dict[str, Any]]:
                 "paired_stderr": paired,
                 "changed": changed,  # share of the rows whose score changed: gains and losses that cancel in the difference
                 "within_one_stderr": None if against["stderr"] is None else abs(difference) <= against["stderr"],
-                "note": note,
+                "caveat": caveat,
             }
         )
     return found
@@ -159,7 +159,7 @@ def compare_perplexity(ours: Result, theirs: Result) -> dict[str, Any] | None:
     return {
         "difference": mine["nats_per_token"] - its["nats_per_token"],
         "paired_stderr": paired_stderr_per_token(mine["windows"], its["windows"]) if same else None,
-        "note": None if same else "the two were given different text or windows",
+        "caveat": None if same else "the two were given different text or windows",
     }
 
 

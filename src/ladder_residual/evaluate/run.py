@@ -1,43 +1,26 @@
-"""An evaluation from end to end: model or scores in, one result out. ``command.py`` is its face on the command line."""
+"""An evaluation from end to end: model or scores in, one result out. ``ladder eval`` calls it."""
 
 from __future__ import annotations
 
 import gc
 import math
 import sys
+import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..bench.environment import environment
-from ..checkpoint import read_json, resolve
-from ..generate import load_tokenizer
-from ..hf_config import wiring_of
-from ..loading import load_model
-from ..parallel import World
+from ..common.environment import environment
+from ..distributed.world import World
+from ..generation.tokenizer import load_tokenizer
+from ..models.checkpoint_reader import read_json, resolve
+from ..models.hf_config import wiring_of
+from ..models.loading import load_model
 from .local import read_text
+from .plan import Plan
 from .requests import Request, Requests, Score, Scores
 from .results import Result, compare, compare_perplexity, harness_rows, load
 from .score import perplexity_of, score, windows_of
-from .tasks import HARNESS_REQUIRED, Wanted
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked of every model."""
-
-    wanted: Sequence[Wanted] = ()
-    folders: Sequence[Path] = ()
-    limit: int | None = None
-    chat: bool = False
-    allow_code: bool = False
-    perplexity: Path | None = None
-    context: int = 1024
-    stride: int = 512
-    max_length: int | None = None
-    batch_size: int = 8
-    batch_tokens: int | None = None
 
 
 class Session:
@@ -52,12 +35,19 @@ class Session:
             raise ValueError(f"{plan.perplexity} holds no text")
 
     def evaluate(
-        self, source: str, tasks: Any, *, wiring: str | None = None, dtype: str = "auto", uneven: bool = False
+        self,
+        source: str,
+        tasks: Any,
+        *,
+        wiring: str | None = None,
+        dtype: str = "auto",
+        uneven: bool = False,
+        allow_nonfinite: bool = False,
     ) -> Result:
         """With the model at hand."""
         tokenizer = _tokenizer(source)
         gc.collect()  # an earlier model may linger in reference cycles, and two might not fit
-        model = load_model(source, self.world, wiring=wiring, dtype=dtype, uneven=uneven)
+        model = load_model(source, self.world, wiring=wiring, dtype=dtype, uneven=uneven, allow_nonfinite=allow_nonfinite)
 
         def scorer(group: str, requests: Sequence[Request]) -> list[Score]:
             from tqdm import tqdm
@@ -79,7 +69,7 @@ class Session:
             self._harness(tokenizer, config, recorder, tasks, None)
             recorded = recorder.requests({}).groups
         if self.plan.perplexity:
-            recorded["perplexity"] = self._windows(tokenizer)
+            recorded["perplexity"] = self._windows(tokenizer, self._window(config))
         names = [{"task": one.task.name, "shots": one.shots} for one in self.plan.wanted]
         return Requests(recorded, {"tokenizer": source, "tasks": names, "limit": self.plan.limit})
 
@@ -92,15 +82,16 @@ class Session:
         return self._result(_tokenizer(source), _config(source), lambda _, asked: [scores[one] for one in asked], tasks, made)
 
     def _result(self, tokenizer: Any, config: Any, scorer: Any, tasks: Any, about: dict[str, Any], model: Any = None) -> Result:
-        result: Result = {**about, "limit": self.plan.limit, "chat": self.plan.chat, "rows": [], "items": {}, "notes": {}}
+        result: Result = {**about, "limit": self.plan.limit, "chat": self.plan.chat, "rows": [], "items": {}, "caveats": {}}
         if tasks is not None:
-            raw, notes = self._harness(tokenizer, config, scorer, tasks, model)
+            raw, caveats = self._harness(tokenizer, config, scorer, tasks, model)
             result["rows"], result["items"] = harness_rows(raw, tasks.wanted)
-            result["notes"] = notes
+            result["caveats"] = caveats
             result["lm_eval"] = _harness_version()
         if self.plan.perplexity:
-            windows = self._windows(tokenizer)
-            result["perplexity"] = self._perplexity(windows, scorer("perplexity", windows))
+            window = self._window(config)
+            windows = self._windows(tokenizer, window)
+            result["perplexity"] = self._perplexity(windows, scorer("perplexity", windows), window)
         return result
 
     def _harness(self, tokenizer: Any, config: Any, scorer: Any, tasks: Any, model: Any) -> tuple[Any, dict[str, list[str]]]:
@@ -118,23 +109,32 @@ class Session:
             encoded=self.encoded.setdefault(tokenizer.name_or_path, {}),
         )
         raw = run(tasks, lm, limit=plan.limit, chat=plan.chat, allow_code=plan.allow_code)
-        notes = {name: list(found) for name, found in tasks.notes.items()}
+        caveats = {name: list(found) for name, found in tasks.caveats.items()}
         if lm.truncated:
             text = f"{lm.truncated} requests were longer than {lm.max_length} tokens and lost the beginning of their context"
-            notes["all tasks"] = [text]
-        return raw, notes
+            caveats["all tasks"] = [text]
+        return raw, caveats
 
-    def _windows(self, tokenizer: Any) -> list[Request]:
-        return windows_of(tokenizer(self.text)["input_ids"], self.plan.context, self.plan.stride)
+    def _window(self, config: Any) -> tuple[int, int]:
+        """Context and stride, no longer than the model's context."""
+        context, limit = self.plan.context, getattr(config, "max_position_embeddings", None)
+        if limit and context > limit:
+            if self.world.is_main:
+                warnings.warn(f"the model's context is {limit} tokens: windows hold {limit}, not {context}", stacklevel=2)
+            context = limit
+        return context, min(self.plan.stride, context)
 
-    def _perplexity(self, windows: Sequence[Request], scores: Sequence[Score]) -> dict[str, Any]:
+    def _windows(self, tokenizer: Any, window: tuple[int, int]) -> list[Request]:
+        return windows_of(tokenizer(self.text)["input_ids"], *window)
+
+    def _perplexity(self, windows: Sequence[Request], scores: Sequence[Score], window: tuple[int, int]) -> dict[str, Any]:
         assert self.plan.perplexity is not None
         found = perplexity_of(windows, scores)
         words, size = max(1, len(self.text.split())), len(self.text.encode())
         return {
             "file": self.plan.perplexity.name,
-            "context": self.plan.context,
-            "stride": self.plan.stride,
+            "context": window[0],
+            "stride": window[1],
             "tokens": found.tokens,
             "nats_per_token": found.nats_per_token,
             "ppl": found.ppl,
@@ -161,11 +161,13 @@ def stored_result(source: str) -> Result | None:
     return load(source) if source.endswith(".json") and Path(source).is_file() else None
 
 
-def check_harness() -> None:
-    from importlib.util import find_spec
+def load_wanted(plan: Plan) -> Any:
+    """The plan's tasks, loaded; None if it has none."""
+    if not plan.wanted:
+        return None
+    from .harness import load_tasks
 
-    if find_spec("lm_eval") is None:
-        raise ValueError(HARNESS_REQUIRED)
+    return load_tasks(plan.wanted, plan.folders, allow_code=plan.allow_code)
 
 
 def _harness_version() -> str:

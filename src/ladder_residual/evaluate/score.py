@@ -18,15 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..bench.environment import environment
-from ..hf_config import wiring_of
+from ..common.environment import environment
+from ..models.finite import NonFiniteError, fix_for, is_finite
+from ..models.hf_config import wiring_of
+from .plan import check_windows
 from .requests import Request, Requests, Score, Scores
 
 BATCH_TOKENS = {"cuda": 65536, "cpu": 4096}  # a batch of a small model's tokens that keeps the device busy
 _SOFTMAX_ELEMENTS = 1 << 26  # float32 logits looked at in one go: 256 MiB
 
 Row = tuple[tuple[int, ...], list[int]]  # a model input, and the requests (by number) it answers
-Progress = Callable[[int], Any]  # told how many requests were just answered
+Progress = Callable[[int], Any]  # called with the number of requests just answered
 
 
 @torch.no_grad()  # not inference_mode: a model scored between training steps must go on training
@@ -119,11 +121,14 @@ def _score_batch(
     logprobs, hits = [], []
     for start in range(0, len(targets), size):
         part = slice(start, start + size)
-        found, hit = _look_up(logits[row_of[part], place[part]], target[part])
-        logprobs.append(found)
+        logprob, hit = _look_up(logits[row_of[part], place[part]], target[part])
+        logprobs.append(logprob)
         hits.append(hit)
+    found = torch.cat(logprobs)
+    if not is_finite(found):
+        raise NonFiniteError(f"the logits of a row of {width} tokens are NaN or infinite{fix_for(model.dtype)}")
     totals: dict[int, tuple[float, bool]] = {}
-    for owner, logprob, hit in zip(owners, torch.cat(logprobs).tolist(), torch.cat(hits).tolist(), strict=True):
+    for owner, logprob, hit in zip(owners, found.tolist(), torch.cat(hits).tolist(), strict=True):
         total, greedy = totals.get(owner, (0.0, True))
         totals[owner] = (total + logprob, greedy and hit)
     for number, (total, greedy) in totals.items():
@@ -157,10 +162,7 @@ class Perplexity:
 def windows_of(ids: Sequence[int], context: int, stride: int) -> list[Request]:
     """The usual protocol: windows of ``context`` tokens begin ``stride`` apart, and each scores the tokens no earlier one has.
     The first token of the text has nothing before it and is not scored, nor are window starts when the stride equals the context."""
-    if not 1 <= stride <= context:
-        raise ValueError(f"the stride must be between 1 and the context of {context}, got {stride}")
-    if context < 2:
-        raise ValueError(f"a window needs at least 2 tokens, got a context of {context}")
+    check_windows(context, stride)
     if len(ids) < 2:
         raise ValueError(f"the text has {len(ids)} token(s); at least 2 are needed to score one")
     windows, scored = [], 0
@@ -207,8 +209,8 @@ def main() -> None:
     import argparse
     import sys
 
-    from ..launch import report_error, told
-    from ..parallel import distributed
+    from ..distributed.launch import report_error, user_message
+    from ..distributed.world import distributed
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], prog="python -m ladder_residual.evaluate.score")
     parser.add_argument("model", help="checkpoint directory or hub id")
@@ -226,7 +228,7 @@ def main() -> None:
         with distributed(options.device) as world:
             _run(options, requests, world)
     except Exception as error:
-        known = told(error)
+        known = user_message(error)
         if known is None:
             raise
         report_error(*known)
@@ -234,7 +236,7 @@ def main() -> None:
 
 
 def _run(options: Any, requests: Requests, world: Any) -> None:
-    from ..loading import load_model
+    from ..models.loading import load_model
 
     dtype = "bfloat16" if options.dtype == "auto" and world.device.type == "cuda" else options.dtype
     model = load_model(options.model, world, wiring=options.wiring, dtype=dtype)

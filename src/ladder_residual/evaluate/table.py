@@ -1,6 +1,6 @@
 """Several evaluations side by side, the first being the one the others are measured against.
 
-python -m ladder_residual.evaluate.table before=a.json zero-shot=b.json healed=c.json control=d.json --metric acc
+python -m ladder_residual.evaluate.table before=a.json zero-shot=b.json recovered=c.json control=d.json --metric acc
 
 No torch here: results made anywhere can be put together anywhere.
 """
@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ..common import markdown
+from ..common.terminal import one_line, show
 from .markdown import is_share, percent, signed
 from .results import Result, compare, compare_perplexity, load
 
@@ -27,7 +29,7 @@ def side_by_side(results: Mapping[str, Result], metric: str | None = None) -> st
     rows = _chosen_rows(results, metric)
     if not rows and not all("perplexity" in result for result in results.values()):
         raise ValueError(f"{', '.join(results)} have no task in common")
-    lines = ["| task | shots | rows | " + " | ".join(results) + " |", "|---" * (3 + len(results)) + "|"]
+    lines = []
     for row in rows:
         cells: list[Cell] = [(percent(row["value"], row["stderr"], row["metric"]), None)]
         cells += [_cell(compared[name][row["task"], row["metric"]]) for name, _ in others]
@@ -37,7 +39,7 @@ def side_by_side(results: Mapping[str, Result], metric: str | None = None) -> st
         lines.append(_average(shares, [compared[name] for name, _ in others]))
     if all("perplexity" in result for result in results.values()):
         lines.append(_perplexity(first, [result for _, result in others]))
-    return "\n".join([*lines, "", _legend(first_name, results)]) + "\n"
+    return f"{markdown.table(['task', 'shots', 'rows', *results], lines)}\n{_legend(first_name, results)}\n"
 
 
 def _chosen_rows(results: Mapping[str, Result], metric: str | None) -> list[dict[str, Any]]:
@@ -57,7 +59,7 @@ def _cell(pair: Mapping[str, Any]) -> Cell:
     return f"{percent(pair['value'], None, pair['metric'])} ({change})", pair["within_one_stderr"]
 
 
-def _average(rows: list[dict[str, Any]], columns: list[dict[Any, dict[str, Any]]]) -> str:
+def _average(rows: list[dict[str, Any]], columns: list[dict[Any, dict[str, Any]]]) -> list[Any]:
     """Mean over the tasks. They are independent, so their errors add up as squares."""
     count = len(rows)
     value, error = sum(row["value"] for row in rows) / count, math.hypot(*(row["stderr"] for row in rows)) / count
@@ -72,7 +74,7 @@ def _average(rows: list[dict[str, Any]], columns: list[dict[Any, dict[str, Any]]
     return _line("average", "", sum(row["n"] for row in rows), cells)
 
 
-def _perplexity(first: Result, others: list[Result]) -> str:
+def _perplexity(first: Result, others: list[Result]) -> list[Any]:
     mine = first["perplexity"]
     cells: list[Cell] = [(f"{mine['nats_per_token']:.4f}", None)]
     for result in others:
@@ -83,9 +85,8 @@ def _perplexity(first: Result, others: list[Result]) -> str:
     return _line(f"{mine['file']}, nats/token", "", f"{mine['tokens']:,} tokens", cells)
 
 
-def _line(name: str, shots: Any, count: Any, cells: list[Cell]) -> str:
-    shown = [f"**{text}**" if within else text for text, within in cells]
-    return f"| {name} | {shots} | {count} | " + " | ".join(shown) + " |"
+def _line(name: str, shots: Any, count: Any, cells: list[Cell]) -> list[Any]:
+    return [name, shots, count, *(f"**{text}**" if within else text for text, within in cells)]
 
 
 def _legend(first_name: str, results: Mapping[str, Result]) -> str:
@@ -115,9 +116,9 @@ def main() -> None:
             if not equals or not name or name in results:
                 raise ValueError(f"expected NAME=FILE.json with a name of its own, got {part!r}")
             results[name] = load(path)
-        print(side_by_side(results, options.metric), end="")
+        show(side_by_side(results, options.metric).removesuffix("\n"))
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(2)
 
 

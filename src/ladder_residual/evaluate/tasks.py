@@ -6,8 +6,9 @@ Any other task of the harness works too, by its name; this table is what it does
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from typing import Any
+
+from ..common.suggest import did_you_mean
 
 HARNESS_REQUIRED = "evaluation needs lm-evaluation-harness: pip install 'ladder-residual[eval]'"
 
@@ -72,7 +73,7 @@ class Wanted:
 
     task: Task
     shots: int | None  # None leaves it to the harness
-    optional: bool = False  # part of a named set: left out with a note where it cannot run here
+    optional: bool = False  # part of a named set: left out with a caveat where it cannot run here
 
 
 def wanted_tasks(names: str, shots: str = "paper") -> list[Wanted]:
@@ -102,6 +103,6 @@ def _shots(text: str) -> int | None:
 
 def unknown_task(name: str, known: list[str]) -> ValueError:
     """The error for a name nobody knows, with the nearest ones that somebody does."""
-    near = get_close_matches(name, [*SETS, *TASKS], 3, 0.5) or get_close_matches(name, known, 3)
-    advice = f"did you mean {' or '.join(near)}?" if near else f"the paper's are {', '.join([*SETS, *TASKS])}"
-    return ValueError(f"unknown task {name!r}; {advice}")
+    papers = [*SETS, *TASKS]
+    hint = did_you_mean(name, papers) or did_you_mean(name, known)
+    return ValueError(f"unknown task {name!r}{hint}; the paper's are {', '.join(papers)}")

@@ -15,12 +15,12 @@ from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from ..candidates import Candidates, ChoosesFromCandidates
-from ..hf_config import wiring_of
-from ..parallel import World
-from .emulate import Link
-from .spec import EngineSpec, RankSizes
-from .weights import check_shapes
+from ..distributed.world import Rank, World
+from ..engine.spec import EngineSpec, RankSizes
+from ..engine.weights import check_shapes
+from ..links import Link
+from ..models.candidates import Candidates, ChoosesFromCandidates
+from ..models.hf_config import wiring_of
 
 
 class Engine(Protocol):
@@ -97,7 +97,7 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tens
 
 def engine_model(
     model: Any,
-    world: World,
+    rank: Rank,
     *,
     batch: int,
     max_context: int,
@@ -107,37 +107,39 @@ def engine_model(
     exact: bool = False,
 ) -> EngineModel:
     """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it.
-    With a ``link`` the other ranks of ``world`` are not there: sums are copies that last as long as it says. ``exact`` lets float32 in."""
-    from .decoder import DecodeEngine, check_request, check_weights, require_memory
+    With a ``link`` the other ranks are emulated: an all-reduce is a copy that lasts as long as the link says. ``exact`` lets float32 in."""
+    from ..engine.checks import check_request, check_weights, require_memory
+    from ..engine.engine import DecodeEngine
 
-    if world.device.type != "cuda":
-        raise ValueError(f"the CUDA engine needs a GPU, this rank computes on {world.device.type}")
+    if rank.device.type != "cuda":
+        raise ValueError(f"the CUDA engine needs a GPU, this rank computes on {rank.device.type}")
     dtype, wiring = next(model.parameters()).dtype, wiring_of(model.config)
 
     def checked() -> EngineSpec:
         spec = EngineSpec.from_hf(model.config.to_dict(), max_context=max_context)
-        check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=world.size, rank=world.rank)
+        check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=rank.size, rank=rank.rank)
         check_weights(dtype, next(model.parameters()).device, exact=exact)
-        sizes = RankSizes.of(spec.shape, world.size, world.rank)
-        require_memory(sizes, dtype, world.device, batch=batch, max_context=max_context)
+        sizes = RankSizes.of(spec.shape, rank.size, rank.rank)
+        require_memory(sizes, dtype, rank.device, batch=batch, max_context=max_context)
         check_shapes(spec, sizes, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
         return spec
 
-    # Once the model is empty there is no way back, and ranks that part ways here would wait for each other: what one of them
-    # refuses (its memory may be fuller) is refused by all, now.
+    # Once the model is empty there is no fallback, and ranks that decide differently would wait for each other: what one of them
+    # refuses (its memory may be fuller) all refuse here.
     spec, problem = None, None
     try:
         spec = checked()
     except ValueError as error:
         problem = str(error)
-    problem = world.first_problem(problem)
+    if isinstance(rank, World):
+        problem = rank.first_problem(problem)
     if problem is not None or spec is None:
         raise ValueError(problem)
     weights: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
     groups = None
-    if world.size > 1 and link is None:
-        # Two communicators: the two lanes of a ladder must not wait for each other.
-        ranks = list(range(world.size))
+    if rank.size > 1 and link is None:
+        # Two communicators: all-reduces of attention and MLP must not queue behind each other.
+        ranks = list(range(rank.size))
         groups = (dist.new_group(ranks), dist.new_group(ranks))
     config, generation_config = model.config, model.generation_config
     model.to("meta")
@@ -146,9 +148,9 @@ def engine_model(
             spec,
             wiring,
             weights,
-            tp=world.size,
-            rank=world.rank,
-            reducer="emulated" if link else reducer if world.size > 1 else "none",
+            tp=rank.size,
+            rank=rank.rank,
+            reducer="emulated" if link else reducer if rank.size > 1 else "none",
             link=link,
             groups=groups,
             batch=batch,
@@ -158,4 +160,4 @@ def engine_model(
         )
     except ValueError as error:  # the caller must not fall back to a model that is empty now
         raise RuntimeError(f"the engine failed after it had taken the weights: {error}") from error
-    return EngineModel(config, generation_config, engine, world.device)
+    return EngineModel(config, generation_config, engine, rank.device)

@@ -2,8 +2,8 @@
 
 Greedy decoding needs the best logit, sampling among the k best needs those. Each rank sends its own best; the logits handed to
 transformers are minus infinity everywhere else, and what it then does with them (temperature, top-p among the k best, the draw)
-gives the same token as the whole vocabulary would: the same seed gives the same text on any number of ranks. Where the choice
-depends on more than the best (penalties, beams, top-p alone), or where ties leave open which are the k best, logits are gathered.
+gives the same token as the whole vocabulary would. Where the choice depends on more than the best (penalties, beams, top-p alone),
+or where ties leave open which are the k best, logits are gathered.
 """
 
 from __future__ import annotations

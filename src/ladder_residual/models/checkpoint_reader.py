@@ -1,33 +1,43 @@
 """Reading Hugging Face checkpoints: a directory of safetensors and its ``config.json``. Pickles are never opened.
 
-Everything a checkpoint says is checked before it is used, and what is wrong is a ``ValueError`` that names the file.
+Everything a checkpoint says is checked before it is used, and what is wrong is a ``ValueError`` that names the file. torch is
+imported when the first tensor is read: names, shapes and dtypes come from the headers.
 """
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 
-from .sharding import Cut
+from ..common.suggest import did_you_mean
+from .hub import fetch, may_be_hub_id
+from .sharding import ShardSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Tensors that older checkpoints store although they are computed, and a head that is tied to the embedding.
-_COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", "lm_head.weight", "embed_out.weight")
+_HEADS, _EMBEDDINGS = ("lm_head.weight", "embed_out.weight"), ("embed_tokens.weight", "embed_in.weight")
+_COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", *_HEADS)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.([0-9]{1,9})\.")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # A mapped file's pages stay resident while it is open: reopen it now and then, so that peak memory is the shard and not the file.
 REOPEN_AFTER_BYTES = 64 << 20
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20  # published ones have up to 50 KB and 15 MB
+TOKENIZER_CONFIG_BYTES = 8 << 20  # published ones have up to 1.2 MB
 DIGEST_WHOLE_BYTES = 64 << 20
 DIGEST_SAMPLE_BYTES = 4096
+BLOCK_BYTES = 1 << 20
+_NO_GGUF = "use the safetensors of the model it was made from, or convert it with AutoModelForCausalLM.from_pretrained(..., gguf_file=...)"
 
 
 def resolve(source: str | Path, *, weights: bool = True) -> Path:
@@ -35,23 +45,24 @@ def resolve(source: str | Path, *, weights: bool = True) -> Path:
     path = Path(source)
     if path.is_dir():
         return path
+    text = str(source)
+    if path.suffix == ".gguf":
+        raise ValueError(f"{source} is a GGUF file, which is not read here: {_NO_GGUF}")
     if path.exists():
         raise ValueError(f"{source} is a file; a checkpoint is a directory with config.json and safetensors")
-    text = str(source)
-    if text.count("/") > 1 or text.startswith((".", "/", "~")) or "\\" in text:
-        raise ValueError(f"no checkpoint directory at {source}")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
-
-    patterns = ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else [])
-    try:
-        return Path(snapshot_download(text, allow_patterns=patterns))
-    except HFValidationError as error:
-        raise ValueError(f"{source} is neither a directory nor a hub id (owner/name): {error}") from error
-    except Exception as error:  # the hub client raises a dozen unrelated kinds for "not there", "no access" and "no network"
+    if not may_be_hub_id(text):
         raise ValueError(
-            f"{source} is no local directory, and fetching it from the hub failed: {type(error).__name__}: {str(error)[:300]}"
-        ) from error
+            f"no checkpoint directory at {source}{_directories_like(path)}; give a directory with config.json, or a hub id owner/name"
+        )
+    return fetch(text, ["*.json", "*.jinja", "*.txt", "*.model"] + (["*.safetensors"] if weights else []))
+
+
+def _directories_like(path: Path) -> str:
+    try:
+        near = [entry.name for entry in path.parent.iterdir() if (entry / "config.json").is_file()]
+    except OSError:
+        near = []
+    return did_you_mean(path.name, near)
 
 
 def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any]:
@@ -75,11 +86,14 @@ def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any]:
 class Checkpoint:
     """The tensors of a directory, by name, without loading them."""
 
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
+    def __init__(self, directory: Path, *, copies: bool = False, allow_nonfinite: bool = False) -> None:
+        """``copies``: what is read has memory of its own. Otherwise it may be a view of the mapped file, whose pages then stay: fine
+        for a whole model, but one that keeps a part of each file would hold all of it."""
+        self.directory, self.copies, self.allow_nonfinite = directory, copies, allow_nonfinite
         self.config = read_json(directory / "config.json")
         if self.config.get("quantization_config"):
             raise ValueError(f"{directory} is quantised; dequantise it first (this loader reads plain float weights)")
+        self._headers: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
         self.files = self._locate()
         self.used: set[str] = set()  # names that were read
         self._open: tuple[str, Any, int] | None = None
@@ -96,23 +110,34 @@ class Checkpoint:
                         f"{self.directory / INDEX} maps {name!r:.80} to {file!r:.80}: not a file of this directory"
                     )
             for file in sorted(set(weight_map.values())):
+                if not file.endswith(".safetensors"):
+                    raise ValueError(f"{self.directory / INDEX} names {file!r:.80}, which is no .safetensors file")
                 if not (self.directory / file).is_file():
                     raise ValueError(f"{self.directory / INDEX} names {file}, which is missing")
             return weight_map
         if (self.directory / SINGLE).is_file():
-            with self._safe_open(SINGLE) as handle:
-                return dict.fromkeys(handle.keys(), SINGLE)
+            return dict.fromkeys(self._header(SINGLE), SINGLE)
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in self.directory.glob(pattern))
         if pickles:
             raise ValueError(
                 f"{self.directory} has only pickled weights ({pickles[0]}): a pickle can run any code, so it is never loaded. "
                 f"Convert it where you trust it: AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)"
             )
-        raise ValueError(f"{self.directory} has neither {SINGLE} nor {INDEX}")
+        if ggufs := sorted(path.name for path in self.directory.glob("*.gguf")):
+            raise ValueError(f"{self.directory} has only GGUF weights ({ggufs[0]}), which are not read here: {_NO_GGUF}")
+        raise ValueError(f"{self.directory} has neither {SINGLE} nor {INDEX}: download the model again, with its weights")
 
-    def _safe_open(self, file: str) -> Any:
+    def _header(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and dtype of every tensor of a file. No tensor is made, so the framework is whichever is imported faster."""
+        if file not in self._headers:
+            with self._safe_open(file, "np") as handle:
+                parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+                self._headers[file] = {name: (tuple(p.get_shape()), str(p.get_dtype())) for name, p in parts.items()}
+        return self._headers[file]
+
+    def _safe_open(self, file: str, framework: str = "pt") -> Any:
         try:
-            return safe_open(str(self.directory / file), framework="pt")
+            return safe_open(str(self.directory / file), framework=framework)
         except (SafetensorError, OSError, ValueError) as error:
             raise ValueError(f"{self.directory / file} is damaged or cut short: {error}") from error
 
@@ -129,17 +154,19 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Checked on the way: a tensor of whole numbers or packed bits would be read as weights without a word."""
         file = self.files[name]
-        try:
-            part = self._handle(file, 0).get_slice(name)
-            shape, dtype = tuple(part.get_shape()), str(part.get_dtype())
-        except SafetensorError as error:
-            raise ValueError(f"{self.directory / file} does not hold {name}: {error}") from error
+        if name not in self._header(file):
+            raise ValueError(f"{self.directory / file} does not hold {name}, which {INDEX} places there")
+        shape, dtype = self._header(file)[name]
         if dtype not in _FLOATS:
             raise ValueError(f"{self.directory / file}: {name} is stored as {dtype}; this loader reads {', '.join(_FLOATS)}")
         return shape
 
-    def read(self, name: str, cut: Cut | None = None) -> torch.Tensor:
-        """The tensor, or the part ``cut`` keeps of it; only that part is copied."""
+    def read(self, name: str, spec: ShardSpec | None = None) -> Tensor:
+        """The tensor, or the part ``spec`` keeps of it; no more than that part is copied."""
+        import torch
+
+        from .finite import check_weight
+
         self.used.add(name)
         file = self.files[name]
         shape = self.shape(name)
@@ -148,27 +175,65 @@ class Checkpoint:
             size *= length
         part = self._handle(file, size).get_slice(name)
         try:
-            if cut is None:
-                return part[:] if shape else self._handle(file, 0).get_tensor(name)
-            before = (slice(None),) * cut.dim
-            pieces = [part[(*before, slice(start, stop))] for start, stop in cut.ranges]
+            if spec is None:
+                tensor = part[:] if shape else self._handle(file, 0).get_tensor(name)
+            else:
+                before = (slice(None),) * spec.dim
+                kept = [part[(*before, slice(start, stop))] for start, stop in spec.ranges]
+                tensor = kept[0] if len(kept) == 1 else torch.cat(kept, dim=spec.dim)
         except (SafetensorError, IndexError, ValueError) as error:
             raise ValueError(f"{self.directory / file}: cannot read {name} of shape {list(shape)}: {error}") from error
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=cut.dim)
+        if self.copies:
+            tensor = tensor.clone(memory_format=torch.contiguous_format)
+        if not self.allow_nonfinite:
+            check_weight(name, tensor, self.directory / file)
+        return tensor
 
     def dtype(self) -> str:
         """Of the first tensor, as safetensors writes it: F32, BF16, F16."""
-        name = next(iter(self.files))
-        return str(self._handle(self.files[name], 0).get_slice(name).get_dtype())
+        name, file = next(iter(self.files.items()))
+        return self._header(file)[name][1]
+
+    @staticmethod
+    def is_computed(name: str) -> bool:
+        """Stored by some, but computed or tied to another."""
+        return name.endswith(_COMPUTED)
 
     def check_all_used(self) -> None:
         """ValueError if tensors were never asked for: the config describes another model than the weights make up."""
-        left = [name for name in self.files if name not in self.used and not name.endswith(_COMPUTED)]
+        left = [name for name in self.files if name not in self.used and not self.is_computed(name)]
         if left:
             raise ValueError(
                 f"{self.directory} holds {len(left)} tensors that its config.json has no place for ({', '.join(sorted(left)[:3])}): "
                 f"one of them is wrong"
             )
+
+    def check_tied_head(self) -> None:
+        """ValueError if the head is stored beside the embedding it is tied to and differs: either may be meant, and a wrong guess
+        would compute another model without a word."""
+        heads = [name for name in self.files if name.endswith(_HEADS)]
+        embeddings = [name for name in self.files if name.endswith(_EMBEDDINGS)]
+        for head, embedding in itertools.product(heads, embeddings):
+            blocks = itertools.zip_longest(self._stored_bytes(head), self._stored_bytes(embedding))
+            if any(one != other for one, other in blocks):
+                raise ValueError(
+                    f"{self.directory}: {head} differs from {embedding}, but config.json says that they are tied: "
+                    f"write tie_word_embeddings: false there if the head is meant, or remove {head}"
+                )
+
+    def _stored_bytes(self, name: str) -> Iterator[bytes]:
+        """What the file holds of a tensor: its dtype, then its data, block by block."""
+        self._safe_open(self.files[name], "np")  # refuses a header that the file does not bear out
+        with (self.directory / self.files[name]).open("rb") as content:
+            length = int.from_bytes(content.read(8), "little")
+            tensor = json.loads(content.read(length)).get(name)
+            if tensor is None:
+                raise ValueError(f"{self.directory / self.files[name]} does not hold {name}")
+            yield tensor["dtype"].encode()
+            first, last = tensor["data_offsets"]
+            content.seek(8 + length + first)
+            for place in range(first, last, BLOCK_BYTES):
+                yield content.read(min(BLOCK_BYTES, last - place))
 
     def check_layers(self, layers: int) -> None:
         """ValueError unless the weights have so many layers: found out before a model of that size is built."""
@@ -178,6 +243,17 @@ class Checkpoint:
                 f"{self.directory} holds the weights of {max(held) + 1} layers, but its config.json calls for {layers}: "
                 f"one of them is wrong"
             )
+
+    def check_contained(self, names: Iterable[str]) -> None:
+        """ValueError if one of these files is a link that leads out of the checkpoint. A snapshot in the hub's cache links into the
+        ``blobs`` beside it, and no further."""
+        homes = [self.directory.resolve()]
+        if self.directory.parent.name == "snapshots":
+            homes.append(self.directory.resolve().parents[1] / "blobs")
+        for name in names:
+            real = (self.directory / name).resolve()
+            if not any(real.is_relative_to(home) for home in homes):
+                raise ValueError(f"{self.directory / name} is a link that leaves the checkpoint: put the file itself there")
 
     def digest(self) -> str:
         """A fingerprint of the weights. Small files are read whole; of large ones the header, and of every tensor its beginning,
@@ -191,6 +267,7 @@ class Checkpoint:
                 if size <= DIGEST_WHOLE_BYTES:
                     fingerprint.update(content.read())
                     continue
+                self._safe_open(file, "np")  # refuses a header that the file does not bear out
                 length = int.from_bytes(content.read(8), "little")
                 header = content.read(length)
                 fingerprint.update(header)
@@ -215,24 +292,3 @@ def _is_plain_name(file: str) -> bool:
         and "\0" not in file
         and len(file.encode(errors="replace")) < 256
     )
-
-
-def sources_of(name: str) -> Iterator[list[str]]:
-    """Where a parameter may lie in a checkpoint: alternatives, each a list of templates (``{}`` is the expert).
-
-    transformers 5 stacks the experts of a mixture; checkpoints keep them one by one under their older names.
-    """
-    yield [name]
-    if not name.startswith("model."):
-        yield [f"model.{name}"]
-    else:
-        yield [name.removeprefix("model.")]
-    head, experts, tail = name.rpartition(".experts.")
-    if experts:
-        stems = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-        modern, mixtral = stems.get(tail, ((), ()))
-        if modern:
-            yield [f"{head}.experts.{{}}.{stem}.weight" for stem in modern]
-            yield [f"{head.removesuffix('.mlp')}.block_sparse_moe.experts.{{}}.{stem}.weight" for stem in mixtral]
-    elif ".mlp.gate." in name:
-        yield [name.replace(".mlp.gate.", ".block_sparse_moe.gate.")]

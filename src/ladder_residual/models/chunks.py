@@ -1,7 +1,7 @@
-"""Where the numbers a rank holds stand in the whole model.
+"""Which chunks of the whole model a rank holds.
 
-A rank's share of a parameter is cut twice: by tensor parallelism into one or more ranges of a dim (``sharding.Cut``), then by FSDP
-into rows of what is left. Checkpoints, gradient norms and exports all ask the same question: which block of the whole is this?
+A parameter is sharded twice: by tensor parallelism into one or more ranges of a dim (``sharding.ShardSpec``), then by FSDP into rows
+of what is left. Checkpoints, gradient norms and exports all ask the same question: which chunk of the whole is this?
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from .sharding import Cut
+from .sharding import ShardSpec
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A block of a whole parameter that is a block of the local shard as well."""
+class Chunk:
+    """A block of a whole parameter that is also a block of the local shard."""
 
     whole: tuple[int, ...]  # where it begins in the whole parameter
     local: tuple[int, ...]  # where it begins in the shard
@@ -38,33 +38,40 @@ def local_of(tensor: Any) -> Tensor:
     return held.to_local() if isinstance(held, DTensor) else held
 
 
-def pieces_of(parameter: Any, cut: Cut | None, tp: int) -> list[Piece]:
-    """The blocks of this rank's shard of ``parameter`` (a DTensor of FSDP, or a plain tensor), cut over ``tp`` ranks."""
+def local_part(whole: Tensor, spec: ShardSpec | None) -> Tensor:
+    """What ``spec`` keeps of ``whole``; None keeps all of it."""
+    if spec is None:
+        return whole
+    return torch.cat([whole.narrow(spec.dim, start, stop - start) for start, stop in spec.ranges], spec.dim)
+
+
+def chunks_of(parameter: Any, spec: ShardSpec | None, tp: int) -> list[Chunk]:
+    """The chunks of this rank's shard of ``parameter`` (a DTensor of FSDP, or a plain tensor), sharded over ``tp`` ranks."""
     rows, size = _local_rows(parameter)
-    return blocks(rows, tuple(size), cut, tp)
+    return local_chunks(rows, tuple(size), spec, tp)
 
 
-def blocks(rows: int, size: tuple[int, ...], cut: Cut | None, tp: int) -> list[Piece]:
-    """Of a shard of ``size`` that begins at row ``rows`` of what ``cut`` leaves of the whole."""
+def local_chunks(rows: int, size: tuple[int, ...], spec: ShardSpec | None, tp: int) -> list[Chunk]:
+    """Of a shard of ``size`` that begins at row ``rows`` of what ``spec`` keeps of the whole."""
     if 0 in size:
         return []
-    if cut is None:
-        return [Piece((rows, *[0] * (len(size) - 1)), (0,) * len(size), size, tp)]
-    pieces, offset = [], 0
-    for (start, stop), copies in zip(cut.ranges, cut.copies, strict=True):
+    if spec is None:
+        return [Chunk((rows, *[0] * (len(size) - 1)), (0,) * len(size), size, tp)]
+    chunks, offset = [], 0
+    for (start, stop), copies in zip(spec.ranges, spec.copies, strict=True):
         # This range is [offset, offset + length) of the rank's slice; with FSDP only rows [rows, rows + size[0]) of that are here.
         low, high = offset, offset + stop - start
         offset = high
-        if cut.dim == 0:
+        if spec.dim == 0:
             low, high = max(low, rows), min(high, rows + size[0])
             if low >= high:
                 continue
         whole, local, block = [rows, *[0] * (len(size) - 1)], [0] * len(size), list(size)
-        whole[cut.dim] = start + low - (offset - (stop - start))
-        local[cut.dim] = low - (rows if cut.dim == 0 else 0)
-        block[cut.dim] = high - low
-        pieces.append(Piece(tuple(whole), tuple(local), tuple(block), copies))
-    return pieces
+        whole[spec.dim] = start + low - (offset - (stop - start))
+        local[spec.dim] = low - (rows if spec.dim == 0 else 0)
+        block[spec.dim] = high - low
+        chunks.append(Chunk(tuple(whole), tuple(local), tuple(block), copies))
+    return chunks
 
 
 def _local_rows(parameter: Any) -> tuple[int, torch.Size]:

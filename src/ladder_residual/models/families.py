@@ -6,12 +6,12 @@ shard follows from the names of its projections (``sharding.py``).
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from .config import Wiring
+from ..common.suggest import did_you_mean
+from ..core.config import ADDS_PARTIALS, Wiring
 
 PREFIX = "ladder_"  # model_type of a rewired checkpoint: software that does not know the wiring must not load it
 
@@ -23,7 +23,7 @@ class Family:
     mlp: str = "mlp"
     attention_norm: str | None = "input_layernorm"
     mlp_norm: str | None = "post_attention_layernorm"
-    # Applied to a module's output before it joins the stream. A norm there is a post-norm and must see the sum over ranks.
+    # Applied to a module's output before it joins the stream. A norm there is a post-norm and must see the all-reduced output.
     attention_after: str | None = None
     mlp_after: str | None = None
     post_norm: bool = False
@@ -81,7 +81,9 @@ FAMILIES: dict[str, Family] = {
     ]
 }
 
-_SAME_INPUT = "attention and MLP of a layer read the same input already (one sum per layer), so there is no chain to ladder"
+_SAME_INPUT = (
+    "attention and MLP of a layer read the same input already (one all-reduce per layer), so there is no chain to ladder"
+)
 REFUSED: dict[str, str] = {
     **dict.fromkeys(("phi", "cohere", "cohere2", "falcon", "gptj", "codegen", "gpt_neox_japanese"), _SAME_INPUT),
     "gpt2": "its layers carry biases and position embeddings of a pre-RoPE design that no row here describes yet",
@@ -98,8 +100,12 @@ def family_of(config: Mapping[str, Any]) -> Family:
     if base in REFUSED:
         raise ValueError(f"model_type {base!r} cannot be rewired: {REFUSED[base]}")
     if base not in FAMILIES:
-        near = difflib.get_close_matches(base, FAMILIES, n=2)
-        hint = f" (near: {', '.join(near)})" if near else ""
+        if config.get("auto_map") and base == model_type:
+            raise ValueError(
+                f"model_type {base!r:.80} comes with Python code of its own (auto_map), which is never run here; "
+                f"supported: {', '.join(sorted(FAMILIES))}"
+            )
+        hint = did_you_mean(base, FAMILIES)
         raise ValueError(f"unknown family: model_type {base!r:.80}{hint}; supported: {', '.join(sorted(FAMILIES))}")
     if base == "gpt_neox" and config.get("use_parallel_residual", True):
         raise ValueError(f"gpt_neox with use_parallel_residual=true (Pythia) cannot be rewired: {_SAME_INPUT}")
@@ -108,7 +114,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 def check_wiring(family: Family, wiring: Wiring) -> None:
     """Refuse a wiring whose rule is not defined for the family."""
-    if family.post_norm and wiring.kind in ("parallel", "desync", "delayed"):
+    if family.post_norm and wiring.kind in ADDS_PARTIALS and wiring.kind != "no-comm":  # which is wrong on purpose
         raise ValueError(
             f"{wiring.name} adds partials to the stream, but {family.model_type} norms a module's output first, and the norm of "
             f"a partial is not a partial of the norm; use ladder or standard"

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from transformers import GenerationConfig
+from .checkpoint_reader import read_json
 
-from .checkpoint import read_json
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 FILE = "generation_config.json"
 LEAST_TEMPERATURE = 1e-4  # below, probabilities overflow float32; 0 itself is greedy
@@ -71,6 +72,8 @@ def generation_config(directory: Path, vocabulary: int) -> GenerationConfig | No
     left_out = sorted(fields.keys() - kept.keys() - {"eos_token_id", *_LISTS})
     if left_out:
         warnings.warn(f"{path}: not used here: {', '.join(name[:40] for name in left_out[:8])}", stacklevel=2)
+    from transformers import GenerationConfig
+
     try:
         return GenerationConfig(**kept)
     except Exception as error:  # its checks raise several kinds

@@ -10,10 +10,8 @@ classes made here with transformers' Auto classes; by hand:
 from __future__ import annotations
 
 import math
-import shutil
 from collections.abc import Callable
 from functools import cache, partial
-from importlib import resources
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,12 +20,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping, register_checkpoint_conversion_mapping
 
+from ..common.files import replace_text
+from ..core.config import ADDS_PARTIALS, Wiring
+from ..core.reduce import Reducer
+from ..core.wiring import Branch, State, finalize, step
 from .candidates import Candidates, ChoosesFromCandidates
-from .config import Wiring
 from .families import FAMILIES, Family, check_wiring, family_of
-from .hf_config import STUB, auto_map, class_name, ladder_config_class, wiring_of
-from .reduce import Reducer
-from .wiring import Branch, State, flush, step
+from .hf_config import STUB, auto_map, class_name, ladder_config_class, stub_text, wiring_of
 
 
 class Placement(NamedTuple):
@@ -56,7 +55,7 @@ def both_partials(norm: nn.Module | None, modules: Any, scale: float | None, x: 
 
 
 class Compute(NamedTuple):
-    """How a layer's modules are computed: as written, or compiled (``train/compiling.py``). Sums over ranks are never inside."""
+    """How a layer's modules are computed: as written, or compiled (``train/compile.py``). All-reduces are never inside."""
 
     attention: Callable[..., Tensor] = module_partial
     mlp: Callable[..., Tensor] = module_partial
@@ -79,9 +78,9 @@ class RewiredLayer(nn.Module):
         state = hidden_states if isinstance(hidden_states, State) else State(hidden_states)
         if self.gradient_checkpointing and self.training:
             for pending in state.pending:
-                pending.ticket.keep = True  # a recomputed layer waits for the sums that came in once more
+                pending.reduction.waited_again = True  # a recomputed layer waits once more for what came in
         state = step(wiring, layer, state, self.branches(kwargs), self.reducer)
-        return flush(state, self.reducer) if layer == wiring.num_layers - 1 else state
+        return finalize(state, self.reducer) if layer == wiring.num_layers - 1 else state
 
     def branches(self, attention_kwargs: dict[str, Any]) -> tuple[Branch, ...]:
         family, wiring, layer = self.placement
@@ -97,12 +96,12 @@ class RewiredLayer(nn.Module):
         if kind == "parallel":
             modules: Any = ((attention, attention_kwargs, attention_after), (mlp, {}, mlp_after))
             return (Branch(partial(compute.both, attention_norm, modules, scale)),)
-        if kind in ("standard", "ladder"):
+        if kind not in ADDS_PARTIALS:
             return (
                 Branch(partial(compute.attention, attention_norm, attention, attention_kwargs, scale, None), attention_after),
                 Branch(partial(compute.mlp, mlp_norm, mlp, {}, scale, None), mlp_after),
             )
-        # The other kinds add partials to the stream: what comes after a module (a dropout) is applied to the partial.
+        # What comes after a module (a dropout) is applied to the partial that joins the stream.
         return (
             Branch(partial(compute.attention, attention_norm, attention, attention_kwargs, scale, attention_after)),
             Branch(partial(compute.mlp, mlp_norm, mlp, {}, scale, mlp_after)),
@@ -136,16 +135,16 @@ class RewiredModel(ChoosesFromCandidates, PreTrainedModel):
         options = {"use_reentrant": False} | (gradient_checkpointing_kwargs or {})
         if options["use_reentrant"]:
             raise ValueError(
-                "reentrant gradient checkpointing takes and returns plain tensors, but a rewired layer also hands on the sums "
-                "in flight: pass gradient_checkpointing_kwargs={'use_reentrant': False}"
+                "reentrant gradient checkpointing takes and returns plain tensors, but a rewired layer also hands on the "
+                "all-reduces in flight: pass gradient_checkpointing_kwargs={'use_reentrant': False}"
             )
         super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=options, **kwargs)
 
     def save_pretrained(self, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
-        if any(cut is not None for cut in getattr(self, "tensor_parallel_cuts", {}).values()):
-            raise ValueError("this model holds one rank's slices; saving them would write a checkpoint that no one can load")
+        if any(spec is not None for spec in getattr(self, "shard_specs", {}).values()):
+            raise ValueError("this model holds one rank's shards; saving them would write a checkpoint that no one can load")
         result = super().save_pretrained(save_directory, *args, **kwargs)
-        write_stub(Path(save_directory))
+        replace_text(Path(save_directory, STUB), stub_text())
         return result
 
 
@@ -154,11 +153,6 @@ def _logits_stay_in_order(config: Any, dtype: torch.dtype) -> bool:
     capped = getattr(config, "final_logit_softcapping", None) is not None
     rounded = dtype.itemsize < 4 and math.frexp(getattr(config, "logits_scaling", 1.0))[0] != 0.5  # no power of two
     return not capped and not rounded
-
-
-def write_stub(directory: Path) -> None:
-    with resources.as_file(resources.files("ladder_residual").joinpath("data", STUB)) as stub:
-        shutil.copyfile(stub, directory / STUB)
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -181,18 +175,35 @@ def place_layers(model: PreTrainedModel) -> None:
 
 
 def set_reducer(model: PreTrainedModel, reducer: Reducer) -> None:
-    """Let every layer sum through ``reducer``."""
+    """Let every layer all-reduce through ``reducer``."""
     layer: Any
     for layer in decoder_layers(model):
         layer.reducer = reducer
 
 
-def rewire(model: PreTrainedModel, spec: str) -> PreTrainedModel:
-    """Give a loaded Hugging Face model another wiring, in place; weights stay as they are."""
+def rewire(model: PreTrainedModel, wiring: str | Wiring) -> PreTrainedModel:
+    """Give a loaded Hugging Face model another wiring, in place; weights stay as they are.
+
+    Args:
+        model: A causal language model of one of the supported families, whole or one rank's shards.
+        wiring: A spec string such as ``"ladder"``, ``"ladder:last-half"`` or ``"ladder:4,5,9"``, or a ``Wiring``.
+
+    Returns:
+        The same model. ``save_pretrained`` writes a checkpoint that loads with this wiring.
+
+    Raises:
+        ValueError: If the family is not supported, the wiring names layers the model does not have, or its weights do not carry over.
+
+    Examples:
+        >>> from transformers import AutoModelForCausalLM
+        >>> model = rewire(AutoModelForCausalLM.from_pretrained("stories"), "ladder:last-half")
+        >>> model.wiring.spec
+        'ladder:3-4'
+    """
     family = family_of(model.config.to_dict())
-    wiring = Wiring.parse(spec, model.config.num_hidden_layers)
-    check_wiring(family, wiring)
-    wiring_of(model.config).check_same_weights(wiring)
+    chosen = Wiring.parse(wiring.spec if isinstance(wiring, Wiring) else wiring, model.config.num_hidden_layers)
+    check_wiring(family, chosen)
+    wiring_of(model.config).check_same_weights(chosen)
     config_class, model_class = ladder_classes(family.model_type)
     if not isinstance(model, RewiredModel):
         expected = model_class.__bases__[1]
@@ -201,7 +212,7 @@ def rewire(model: PreTrainedModel, spec: str) -> PreTrainedModel:
         model.__class__ = model_class
         model.config.__class__ = config_class
         model.config.auto_map = auto_map(family.model_type)
-    model.config.wiring = wiring.spec
+    model.config.wiring = chosen.spec
     place_layers(model)
     return model
 
@@ -209,7 +220,7 @@ def rewire(model: PreTrainedModel, spec: str) -> PreTrainedModel:
 @cache
 def ladder_classes(model_type: str) -> tuple[type[Any], type[PreTrainedModel]]:
     """The config class and the model class of a rewired family."""
-    # Not at the top: importing the Auto tables is what calls us (registration.py).
+    # Not at the top: importing the Auto tables is what calls us (register.py).
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
+from importlib import resources
 from typing import Any
 
-from .config import AUTHORS_KEY, CONFIG_KEY, Wiring
+from ..core.config import AUTHORS_KEY, CONFIG_KEY, Wiring
 from .families import FAMILIES, check_wiring
 
 STUB = "ladder_stub.py"  # travels with a checkpoint: loads it for people who have not imported us, or says what to install
+
+
+def stub_text() -> str:
+    return resources.files("ladder_residual").joinpath("assets", STUB).read_text(encoding="utf-8")
 
 
 def wiring_of(config: Any) -> Wiring:
@@ -32,7 +37,7 @@ def auto_map(model_type: str) -> dict[str, str]:
 
 @cache
 def ladder_config_class(model_type: str) -> type[Any]:
-    # Not at the top: importing the Auto tables is what calls us (registration.py).
+    # Not at the top: importing the Auto tables is what calls us (register.py).
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     base: Any = CONFIG_MAPPING[model_type]
@@ -48,7 +53,7 @@ def ladder_config_class(model_type: str) -> type[Any]:
         class_name(model_type, "Config"),
         (base,),
         {
-            "__module__": "ladder_residual.model",  # where pickle and the stub find it by name
+            "__module__": "ladder_residual.models.hf",  # where pickle and the stub find it by name
             "__annotations__": {CONFIG_KEY: str | None},
             "model_type": FAMILIES[model_type].ladder_type,
             CONFIG_KEY: None,

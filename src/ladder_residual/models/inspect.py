@@ -1,35 +1,25 @@
-"""What a checkpoint is: family, wiring, size, and what each rank would hold."""
+"""What a checkpoint is: family, wiring, size, and what each rank would hold. From ``config.json`` and the headers: no torch."""
 
 from __future__ import annotations
 
+import re
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import AutoModelForCausalLM
-
-from .checkpoint import Checkpoint, resolve
-from .families import family_of
-from .hf_config import wiring_of
-from .loading import built_from, model_config, stored_dtype
+from .preflight import BYTES, CheckedSource, check_source
 from .presets import ModelShape
-from .sharding import check_divides, cut_of
+from .sharding import check_divides, shard_of
 
 RANKS = range(1, 9)
+_LAYER = re.compile(r"(.*layers\.)([0-9]+)\.(.*)")
 
 
 def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
-    """Counts are exact: the family's model is built without memory and every parameter cut as a rank would cut it."""
-    checkpoint = Checkpoint(resolve(source))
-    family = family_of(checkpoint.config)
-    config = model_config(checkpoint, family, None)
-    shape = ModelShape.from_hf(config.to_dict())
-    wiring = wiring_of(config)
-    dtype = stored_dtype(config, checkpoint)
-    with built_from(checkpoint.directory / "config.json"), torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    """Counts are exact: every stored tensor is sharded as a rank would shard it."""
+    found = check_source(source)
+    shape, wiring, family = found.shape or _shape_by_transformers(found), found.wiring, found.family
+    shapes = _parameters(found, shape)
     ranks: dict[int, Any] = {}
     for tp in RANKS:
         try:
@@ -40,20 +30,61 @@ def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
             continue
         elements = 0
         for name, whole in shapes.items():
-            cut = cut_of(name, whole, shape, tp, 0)
-            elements += prod(cut.local_shape(whole) if cut else whole)
+            spec = shard_of(name, whole, shape, tp, 0)
+            elements += prod(spec.local_shape(whole) if spec else whole)
         kv_heads = max(1, shape.num_kv_heads // tp)
         ranks[tp] = {
-            "weight_bytes": elements * dtype.itemsize,
-            "kv_bytes_per_token": 2 * shape.num_layers * kv_heads * shape.head_dim * dtype.itemsize,
+            "weight_bytes": elements * BYTES[found.dtype],
+            "kv_bytes_per_token": 2 * shape.num_layers * kv_heads * shape.head_dim * BYTES[found.dtype],
         }
     return {
         "family": family.model_type,
         "wiring": wiring.spec,
         "picture": wiring.picture(),
         "layers": shape.num_layers,
-        "parameters": sum(prod(s) for s in shapes.values()),
-        "dtype": str(dtype).removeprefix("torch."),
+        "parameters": sum(map(prod, shapes.values())),
+        "dtype": found.dtype,
         "shape": shape.to_dict(),
         "ranks": ranks,
     }
+
+
+def _shape_by_transformers(found: CheckedSource) -> ModelShape:
+    from .loading import model_config
+
+    return ModelShape.from_hf(model_config(found).to_dict())
+
+
+def _parameters(found: CheckedSource, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Stored tensors and their shapes. ValueError unless the embedding is the config's and layers of a kind are alike; whether each
+    tensor is what the family's model needs is checked where that model is built (``parameters.py``)."""
+    checkpoint, head = found.checkpoint, f"{found.family.head}.weight"
+    if shape.tied_embeddings:
+        checkpoint.check_tied_head()
+    shapes = {
+        name: checkpoint.shape(name)
+        for name in checkpoint.files
+        if not checkpoint.is_computed(name) or (name.endswith(head) and not shape.tied_embeddings)
+    }
+    tops = [
+        found_shape for name, found_shape in shapes.items() if name.rpartition(".")[0].endswith(("embed_tokens", "embed_in"))
+    ]
+    if tops != [(shape.vocab_size, shape.hidden_size)]:
+        raise ValueError(
+            f"{checkpoint.directory}/config.json calls for an embedding of {[shape.vocab_size, shape.hidden_size]}, the safetensors "
+            f"hold {[list(top) for top in tops]}: one of them is wrong"
+        )
+    layers: dict[int, dict[str, tuple[int, ...]]] = {}
+    for name, whole in shapes.items():
+        if match := _LAYER.fullmatch(name):
+            layers.setdefault(int(match[2]), {})[match[3]] = whole
+    kinds: dict[tuple[str, bool], dict[str, tuple[int, ...]]] = {}
+    for index, held in sorted(layers.items()):
+        kind = found.wiring.kind_of(index), any("experts" in name for name in held)
+        expected = kinds.setdefault(kind, held)
+        if differs := sorted(dict(held.items() ^ expected.items())):
+            raise ValueError(
+                f"{checkpoint.directory}: {differs[0]} of layer {index} differs in the safetensors from other layers' "
+                f"({held.get(differs[0])}, {expected.get(differs[0])}): download the checkpoint again"
+            )
+    return shapes

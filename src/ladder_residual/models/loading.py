@@ -1,12 +1,13 @@
-"""From a checkpoint directory to one rank's model: each rank reads only its slices.
+"""From a checkpoint directory to one rank's model: each rank reads only its shards.
 
-The family's model is built without memory (meta device), its modules are told their share, then every parameter is read and
-placed. With one rank the same path loads the whole model. ``shard_model`` does the same to a model that is in memory.
+The family's model is built without memory (meta device), then every parameter's shard is read and placed, and the modules get the
+sizes of their shards. With one rank the same path loads the whole model. ``shard_model`` does the same to a model that is in memory.
 """
 
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,35 +17,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
+from ..common.memory import require
+from ..core.config import RANK_DEPENDENT, Wiring
+from ..core.reduce import Reducer
+from ..distributed.launch import is_out_of_memory
+from ..distributed.world import Rank, World
+from . import preflight
 from .candidates import Candidates, decisive_logits
-from .checkpoint import Checkpoint, resolve, sources_of
-from .config import Wiring
-from .families import Family, check_wiring, family_of
-from .generation_settings import generation_config
+from .chunks import local_part
+from .families import Family, family_of
+from .finite import NonFiniteError, is_finite
+from .generation_config import generation_config
+from .hf import rewire, set_reducer
 from .hf_config import ladder_config_class, wiring_of
-from .launch import is_out_of_memory
-from .memory import require
-from .model import rewire, set_reducer
-from .parallel import World
+from .parameters import check_parameters, read_parameter
+from .preflight import CheckedSource
 from .presets import ModelShape
-from .reduce import Reducer
-from .sharding import ROW_PARALLEL, Cut, RankHeads, check_divides, cut_of, rank_heads, split
+from .sharding import ROW_PARALLEL, RankHeads, ShardSpec, check_divides, rank_heads, shard_of, split
 
 MAX_BUFFER_ELEMENTS = 1 << 26  # far above any model's rotary tables
-DTYPES = {
-    "float32": torch.float32,
-    "fp32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "bf16": torch.bfloat16,
-    "float16": torch.float16,
-    "fp16": torch.float16,
-}
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, as_torch) for name, as_torch in preflight.DTYPES.items()}
 
 
 class VocabularyEmbedding(nn.Embedding):
-    """Mixed in before the embedding's own class: this rank's rows of the table; the others' tokens come with the sum."""
+    """Mixed in before the embedding's own class: this rank's rows of the table; the all-reduce brings the other ranks'."""
 
     first: int
     reducer: Reducer
@@ -80,8 +78,8 @@ class VocabularyHead(nn.Linear):
         return torch.cat([part[..., : self.width - (rank >= longer)] for rank, part in enumerate(full.chunk(size, -1))], -1)
 
 
-class BiasElsewhere(nn.Linear):
-    """A row-parallel projection on a rank other than 0: its bias belongs to the sum and is added once, there."""
+class BiasOnRankZero(nn.Linear):
+    """A row-parallel projection on a rank other than 0: its bias is added once, on rank 0."""
 
     def forward(self, input: Tensor) -> Tensor:
         return F.linear(input, self.weight)
@@ -103,84 +101,86 @@ class _LocalHeads:
 
 def load_model(
     source: str | Path,
-    world: World | None = None,
+    rank: Rank | None = None,
     *,
     wiring: str | None = None,
     dtype: str = "auto",
     reducer: Reducer | None = None,
     uneven: bool = False,
     attention: str | None = None,
+    allow_nonfinite: bool = False,
 ) -> PreTrainedModel:
-    """This rank's share of the checkpoint at ``source`` (directory or hub id), ready for inference or training.
+    """The shards of ``rank`` (default: a single one) of the checkpoint at ``source`` (directory or hub id), for inference or training.
 
-    ``wiring`` overrides the checkpoint's own; ``reducer`` (default: asynchronous) sums over ranks; ``uneven`` allows ranks with
-    unequal numbers of heads.
+    ``wiring`` overrides the checkpoint's own; ``reducer`` (default: asynchronous) all-reduces; ``uneven`` allows ranks with
+    unequal numbers of heads; ``allow_nonfinite`` loads weights with NaN or infinities, which are refused otherwise.
     """
-    world = world or World()
-    checkpoint = Checkpoint(resolve(source))
-    family = family_of(checkpoint.config)
-    config = model_config(checkpoint, family, wiring)
+    rank = rank or World()
+    size = rank.size
+    found = preflight.check_source(
+        source, tp=size, wiring=wiring, dtype=dtype, uneven=uneven, copies=size > 1, allow_nonfinite=allow_nonfinite
+    )
+    checkpoint, family, config = found.checkpoint, found.family, model_config(found)
     shape = ModelShape.from_hf(config.to_dict())
-    check_divides(shape, family, world.size, uneven)
-    wiring_of(config).check_tp(world.size)
-    if dtype != "auto" and dtype not in DTYPES:
-        raise ValueError(f"unknown dtype {dtype!r}; choose auto, {', '.join(DTYPES)}")
-    target = DTYPES[dtype] if dtype != "auto" else stored_dtype(config, checkpoint)
+    check_divides(shape, family, size, uneven)  # again, with sizes that config.json leaves to the family's defaults
+    if rank.rank == 0:
+        warn_if_rank_dependent(found.wiring, size)
+    target = getattr(torch, found.dtype) if dtype == "auto" else DTYPES[dtype]
     options = {"attn_implementation": attention} if attention else {}
-    world.check_software()
-    world.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
-    if world.size > 1:
-        world.check_same("the checkpoint", checkpoint.digest())
+    if isinstance(rank, World) and rank.size > 1:
+        rank.check_software()
+        rank.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
+        rank.check_same("the checkpoint", checkpoint.digest())
     file = checkpoint.directory / "config.json"
     with built_from(file), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
-    _check_shapes(model, checkpoint)
+    check_parameters(model, checkpoint)
     check_buffers(model)
-    check_weights_fit(model, world)
+    check_weights_fit(model, rank)
     with built_from(file):
-        restore_buffers(model, world.device)
+        restore_buffers(model, rank.device)
+        DynamicCache(config=model.config)  # every forward makes one, of fields nobody has looked at yet
 
-    def read(name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
-        return _read_parameter(checkpoint, name, shape, cut).to(target)
+    def read(name: str, shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        tensor = read_parameter(checkpoint, name, shape, spec)
+        cast = tensor.to(target)
+        if cast is not tensor and not allow_nonfinite and target.itemsize < tensor.dtype.itemsize and not is_finite(cast):
+            raise NonFiniteError(f"{name} overflows as {target}: use --dtype bfloat16 or float32")
+        return cast
 
-    place_parameters(model, read, shape, family, world)
-    checkpoint.check_all_used()
+    place_parameters(model, read, shape, family, rank)
     checkpoint.close()
-    if found := generation_config(checkpoint.directory, shape.vocab_size):
-        model.generation_config = found
-    set_reducers(model, reducer or world.reducer())
+    if generation := generation_config(checkpoint.directory, shape.vocab_size):
+        model.generation_config = generation
+    set_reducers(model, reducer or rank.reducer())
     return model.eval()
 
 
-def check_weights_fit(model: PreTrainedModel, world: World) -> None:
+def check_weights_fit(model: PreTrainedModel, rank: Rank) -> None:
     """Before the first weight is read: a GPU that is too small says so in numbers."""
-    if world.device.type != "cuda":
+    if rank.device.type != "cuda":
         return  # a host swaps, and is_out_of_memory tells what the kernel did about it
-    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / world.size
-    require(need, world.device, "a rank's weights", "use more ranks (--tp) or a dtype of fewer bytes (--dtype bfloat16)")
+    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / rank.size
+    require(need, rank.device, "a rank's weights", "use more ranks (--tp) or a dtype of fewer bytes (--dtype bfloat16)")
 
 
-def shard_model(
-    model: PreTrainedModel, world: World, *, reducer: Reducer | None = None, uneven: bool = False
-) -> PreTrainedModel:
-    """Cut a whole model in memory down to this rank's share, in place (tests, small models)."""
+def shard_model(model: PreTrainedModel, rank: Rank, *, reducer: Reducer | None = None, uneven: bool = False) -> PreTrainedModel:
+    """Reduce a whole model in memory to this rank's shards, in place (tests, small models)."""
     config = model.config.to_dict()
     family = family_of(config)
     if config["model_type"] != family.ladder_type:
         rewire(model, "standard")
     shape = ModelShape.from_hf(config)
-    check_divides(shape, family, world.size, uneven)
-    wiring_of(model.config).check_tp(world.size)
+    check_divides(shape, family, rank.size, uneven)
+    wiring_of(model.config).check_tp(rank.size)
     whole = dict(model.named_parameters())
 
-    def read(name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
+    def read(name: str, shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         tensor = whole[name].detach()
-        if cut is None:
-            return tensor.clone()
-        return torch.cat([tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges], cut.dim)
+        return tensor.clone() if spec is None else local_part(tensor, spec)
 
-    place_parameters(model, read, shape, family, world)
-    set_reducers(model, reducer or world.reducer())
+    place_parameters(model, read, shape, family, rank)
+    set_reducers(model, reducer or rank.reducer())
     return model
 
 
@@ -198,40 +198,35 @@ def built_from(file: Path) -> Iterator[None]:
 
 
 def set_reducers(model: PreTrainedModel, reducer: Reducer) -> None:
-    """Let every layer, the embedding and the head sum through ``reducer``."""
+    """Let every layer, the embedding and the head communicate through ``reducer``."""
     set_reducer(model, reducer)
     for module in model.modules():
         if isinstance(module, VocabularyEmbedding | VocabularyHead):
             module.reducer = reducer
 
 
-def model_config(checkpoint: Checkpoint, family: Family, wiring: str | None) -> Any:
-    fields = {key: value for key, value in checkpoint.config.items() if key not in ("model_type", "auto_map")}
-    layers = fields.get("num_hidden_layers")
-    if not isinstance(layers, int) or isinstance(layers, bool):
-        raise ValueError(
-            f"{checkpoint.directory / 'config.json'}: num_hidden_layers is {layers!r:.40}, expected a whole number"
-        )
-    stored = Wiring.from_config(fields, layers)
-    checkpoint.check_layers(layers)
-    if wiring is not None:
-        chosen = Wiring.parse(wiring, layers)
-        check_wiring(family, chosen)
-        stored.check_same_weights(chosen)
-        fields["wiring"] = chosen.spec
+def meta_model(found: CheckedSource) -> PreTrainedModel:
+    """The model a checkpoint's config describes, without memory."""
+    config = model_config(found)
+    with built_from(found.checkpoint.directory / "config.json"), torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
+def model_config(found: CheckedSource) -> Any:
     try:
-        return ladder_config_class(family.model_type).from_dict(fields)
+        return ladder_config_class(found.family.model_type).from_dict(found.fields)
     except Exception as error:  # transformers validates fields with several exception types
-        raise ValueError(
-            f"{checkpoint.directory / 'config.json'} is not a valid {family.model_type} config: {error}"
-        ) from error
+        file = found.checkpoint.directory / "config.json"
+        raise ValueError(f"{file} is not a valid {found.family.model_type} config: {error}") from error
 
 
-def stored_dtype(config: Any, checkpoint: Checkpoint) -> torch.dtype:
-    """As the config says, or else as the weights are."""
-    if isinstance(config.dtype, torch.dtype):
-        return config.dtype
-    return {"BF16": torch.bfloat16, "F16": torch.float16}.get(checkpoint.dtype(), torch.float32)
+def warn_if_rank_dependent(wiring: Wiring, tp: int) -> None:
+    if wiring.kind in RANK_DEPENDENT and wiring.tp is None:
+        warnings.warn(
+            f"wiring {wiring.spec} computes something else on every number of ranks, and the checkpoint does not say for how many it "
+            f"was made: use the --tp it was trained with, and pin it (ladder convert ... --wiring {wiring.spec}@{tp})",
+            stacklevel=3,
+        )
 
 
 def check_buffers(model: PreTrainedModel) -> None:
@@ -253,88 +248,43 @@ def restore_buffers(model: PreTrainedModel, device: torch.device) -> None:
             model._init_weights(module)  # transformers computes them here; parameters are still without memory
 
 
-def _check_shapes(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
-    """Before anything gets memory: what is stored under a parameter's own name has the shape the config calls for."""
-    for name, parameter in model.named_parameters():
-        stored = next((own[0] for own in sources_of(name) if own[0] in checkpoint), None)
-        if stored is not None:
-            _check_shape(checkpoint, stored, tuple(parameter.shape))
-
-
-def _read_parameter(checkpoint: Checkpoint, name: str, shape: tuple[int, ...], cut: Cut | None) -> Tensor:
-    for templates in sources_of(name):
-        if "{}" not in templates[0]:
-            if templates[0] in checkpoint:
-                _check_shape(checkpoint, templates[0], shape)
-                return checkpoint.read(templates[0], cut)
-        elif templates[0].format(0) in checkpoint:
-            return _read_experts(checkpoint, templates, shape, cut)
-    raise ValueError(f"{checkpoint.directory} has no tensor {name}, which its config.json calls for")
-
-
-def _read_experts(checkpoint: Checkpoint, templates: list[str], shape: tuple[int, ...], cut: Cut | None) -> Tensor:
-    """Stack ``[expert, ...]`` from one matrix per expert (and per gate / up), cutting each as it is read."""
-    each = (shape[1] // len(templates), shape[2])
-    experts = []
-    for expert in range(shape[0]):
-        pieces = []
-        for template in templates:
-            name = template.format(expert)
-            if name not in checkpoint:
-                raise ValueError(f"{checkpoint.directory} has no tensor {name}: expert {expert} of {shape[0]} is missing")
-            _check_shape(checkpoint, name, each)
-            # The stack is cut along [expert, rows, columns]; a single matrix lacks the first dim. Gate and up keep equal ranges.
-            own = Cut(cut.dim - 1, cut.ranges[:1]) if cut else None
-            pieces.append(checkpoint.read(name, own))
-        experts.append(torch.cat(pieces) if len(pieces) > 1 else pieces[0])
-    return torch.stack(experts)
-
-
-def _check_shape(checkpoint: Checkpoint, name: str, expected: tuple[int, ...]) -> None:
-    found = checkpoint.shape(name)
-    if found != expected:
-        raise ValueError(
-            f"{checkpoint.directory}: {name} has shape {list(found)}, but config.json calls for {list(expected)}; one of them is wrong"
-        )
-
-
 def place_parameters(
     model: Any,
-    read: Callable[[str, tuple[int, ...], Cut | None], Tensor],
+    read: Callable[[str, tuple[int, ...], ShardSpec | None], Tensor],
     shape: ModelShape,
     family: Family,
-    world: World,
+    rank: Rank,
 ) -> None:
-    cuts: dict[str, Cut | None] = {}
+    specs: dict[str, ShardSpec | None] = {}
     tied = getattr(model.config, "tie_word_embeddings", False)
     head_weight = f"{family.head}.weight"
     for name, parameter in list(model.named_parameters()):
         if tied and name == head_weight:
             continue
         whole = tuple(parameter.shape)
-        cut = cut_of(name, whole, shape, world.size, world.rank) if world.size > 1 else None
-        tensor = read(name, whole, cut).to(world.device)
+        spec = shard_of(name, whole, shape, rank.size, rank.rank) if rank.size > 1 else None
+        tensor = read(name, whole, spec).to(rank.device)
         module_name, _, leaf = name.rpartition(".")
         module = model.get_submodule(module_name)
         module._parameters[leaf] = nn.Parameter(tensor, requires_grad=parameter.requires_grad)
-        cuts[name] = cut
+        specs[name] = spec
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if tied:
         head.weight = embedding.weight
-    if world.size > 1:
-        _tell_modules_their_share(model, shape, family, world)
-    model.tensor_parallel_cuts = cuts
+    if rank.size > 1:
+        _set_local_sizes(model, shape, family, rank.size, rank.rank)
+    model.shard_specs = specs
 
 
 def _share_of_router_loss(module: nn.Module, inputs: Any, output: Any, *, ranks: int) -> Any:
-    """Router logits feed only the balancing loss, which transformers computes alike on every rank: each rank takes its share of
-    that gradient, because shares are what ``finish_gradients`` sums."""
+    """Router logits feed only the balancing loss, which transformers computes alike on every rank: each rank takes its part of
+    that gradient, because ``finish_gradients`` adds up the parts."""
     logits, *rest = output
     return (logits / ranks + (logits * (1 - 1 / ranks)).detach(), *rest)
 
 
-def _tell_modules_their_share(model: Any, shape: ModelShape, family: Family, world: World) -> None:
-    heads = rank_heads(shape, world.size, world.rank)
+def _set_local_sizes(model: Any, shape: ModelShape, family: Family, tp: int, rank: int) -> None:
+    heads = rank_heads(shape, tp, rank)
     local = _LocalHeads(model.config, heads)
     for layer in model.base_model.layers:
         attention = getattr(layer, family.attention)
@@ -346,13 +296,13 @@ def _tell_modules_their_share(model: Any, shape: ModelShape, family: Family, wor
     for name, module in model.named_modules():
         if type(module) is nn.Linear:
             module.out_features, module.in_features = module.weight.shape
-            if world.rank > 0 and module.bias is not None and name.rpartition(".")[2] in ROW_PARALLEL:
-                module.__class__ = BiasElsewhere
+            if rank > 0 and module.bias is not None and name.rpartition(".")[2] in ROW_PARALLEL:
+                module.__class__ = BiasOnRankZero
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter"):
-            module.register_forward_hook(partial(_share_of_router_loss, ranks=world.size))
+            module.register_forward_hook(partial(_share_of_router_loss, ranks=tp))
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    embedding.first = split(shape.vocab_size, world.size, world.rank)[0]
+    embedding.first = split(shape.vocab_size, tp, rank)[0]
     embedding.num_embeddings = embedding.weight.shape[0]
     if embedding.padding_idx is not None:
         padding = embedding.padding_idx - embedding.first
@@ -361,4 +311,4 @@ def _tell_modules_their_share(model: Any, shape: ModelShape, family: Family, wor
     head.__class__ = VocabularyHead
     head.first, head.candidates = embedding.first, None
     head.vocabulary = shape.vocab_size
-    head.width = -(-shape.vocab_size // world.size)
+    head.width = -(-shape.vocab_size // tp)

@@ -1,17 +1,18 @@
-"""Published model shapes by name, for planning and benchmarks. One table, in ``data/presets.json``; no torch.
+"""Published model shapes by name, for planning and benchmarks. One table, in ``assets/presets.json``; no torch.
 
 A shape is what speed depends on: sizes, not weights. Any Hugging Face ``config.json`` of a dense decoder gives one too.
 """
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from importlib import resources
 from typing import Any
+
+from ..common.suggest import did_you_mean
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +40,7 @@ class ModelShape:
     def from_name(cls, name: str) -> ModelShape:
         table = presets()
         if name not in table:
-            near = difflib.get_close_matches(name, table, n=3)
-            hint = f"; near: {', '.join(near)}" if near else ""
-            raise ValueError(f"unknown preset {name!r}{hint}; choose from {', '.join(table)}")
+            raise ValueError(f"unknown preset {name!r}{did_you_mean(name, table)}; choose from {', '.join(table)}")
         return table[name]
 
     @classmethod
@@ -92,9 +91,22 @@ class ModelShape:
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
+    def to_hf(self) -> dict[str, Any]:
+        """The sizes as fields of a Hugging Face config; ``from_hf`` reads them back."""
+        return {
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_layers,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "tie_word_embeddings": self.tied_embeddings,
+        }
+
 
 @cache
 def presets() -> dict[str, ModelShape]:
-    rows = json.loads(resources.files("ladder_residual").joinpath("data/presets.json").read_text())
+    rows = json.loads(resources.files("ladder_residual").joinpath("assets/presets.json").read_text())
     known = {field.name for field in fields(ModelShape)}
     return {name: ModelShape(**{k: v for k, v in row.items() if k in known}) for name, row in rows.items()}

@@ -1,9 +1,9 @@
-"""Tell transformers' Auto classes about rewired checkpoints, without importing transformers before the user does.
+"""Register rewired checkpoints with transformers' Auto classes, without importing transformers before the user does.
 
-``import ladder_residual`` followed by ``AutoModelForCausalLM.from_pretrained(...)`` must work, yet importing transformers takes
-seconds, which ``ladder --help`` or ``ladder plan`` should not pay; and while transformers' own modules import each other is no
-time to make classes out of theirs. So a finder waits for the two modules that hold the Auto tables and teaches each table to make
-our classes at the first question about one of them.
+``import ladder_residual`` followed by ``AutoModelForCausalLM.from_pretrained(...)`` must work, in either order of the imports. But
+importing transformers takes seconds, which ``ladder --help`` or ``ladder plan`` should not pay, and while its modules import each
+other no class can be derived from theirs. So an import hook waits for the two modules that hold the Auto tables, and each table
+registers our classes when it is first asked for one of them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from .families import FAMILIES, PREFIX
 
@@ -33,15 +33,32 @@ def register_configs() -> None:
 def register_models() -> None:
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-    from .model import ladder_classes
+    from .hf import ladder_classes
 
     for family in FAMILIES.values():
         config_class, model_class = ladder_classes(family.model_type)
         AutoModelForCausalLM.register(config_class, model_class, exist_ok=True)
 
 
-def _teach(table: Any, is_ours: Callable[[Any], bool], register: Callable[[], None]) -> None:
-    """Let ``table`` call ``register`` before it answers a question about one of our keys."""
+class _AutoTable(NamedTuple):
+    name: str
+    is_ours: Callable[[Any], bool]  # of a key
+    register: Callable[[], None]
+
+
+_TABLES = {
+    "transformers.models.auto.configuration_auto": _AutoTable(
+        "CONFIG_MAPPING", lambda key: isinstance(key, str) and key.startswith(PREFIX), register_configs
+    ),
+    "transformers.models.auto.modeling_auto": _AutoTable(
+        "MODEL_FOR_CAUSAL_LM_MAPPING", lambda key: getattr(key, "model_type", "").startswith(PREFIX), register_models
+    ),
+}
+
+
+def _register_on_lookup(module: ModuleType) -> None:
+    name, is_ours, register = _TABLES[module.__name__]
+    table = getattr(module, name)
     base = type(table)
 
     def __contains__(self: Any, key: Any) -> bool:
@@ -57,48 +74,31 @@ def _teach(table: Any, is_ours: Callable[[Any], bool], register: Callable[[], No
     table.__class__ = type(base.__name__, (base,), {"__contains__": __contains__, "__getitem__": __getitem__})
 
 
-def _teach_configs(module: ModuleType) -> None:
-    """Keyed by model_type."""
-    _teach(module.CONFIG_MAPPING, lambda key: isinstance(key, str) and key.startswith(PREFIX), register_configs)
-
-
-def _teach_models(module: ModuleType) -> None:
-    """Keyed by config class."""
-    _teach(module.MODEL_FOR_CAUSAL_LM_MAPPING, lambda key: getattr(key, "model_type", "").startswith(PREFIX), register_models)
-
-
-_AFTER_IMPORT: dict[str, Callable[[ModuleType], None]] = {
-    "transformers.models.auto.configuration_auto": _teach_configs,
-    "transformers.models.auto.modeling_auto": _teach_models,
-}
-
-
-class _AfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules named above as everyone else does, and calls the function after they were executed."""
+class _ImportHook(importlib.abc.MetaPathFinder):
+    """Finds the two modules as the default finder does, and calls ``_register_on_lookup`` after they were executed."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname not in _AFTER_IMPORT:
+        if fullname not in _TABLES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
-        def execute_and_teach(module: ModuleType) -> None:
+        def execute_and_hook(module: ModuleType) -> None:
             execute(module)
-            _AFTER_IMPORT[fullname](module)
+            _register_on_lookup(module)
 
-        spec.loader.exec_module = execute_and_teach  # type: ignore[method-assign]
+        spec.loader.exec_module = execute_and_hook  # type: ignore[method-assign]
         return spec
 
 
 def register_when_imported() -> None:
-    """Idempotent; what is loaded already learns at once."""
-    if any(isinstance(finder, _AfterImport) for finder in sys.meta_path):
+    """Idempotent. Modules that are loaded already are hooked at once."""
+    if any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
         return
-    sys.meta_path.insert(0, _AfterImport())
-    for name, teach in _AFTER_IMPORT.items():
-        if name in sys.modules:
-            teach(sys.modules[name])
+    sys.meta_path.insert(0, _ImportHook())
+    for name in _TABLES.keys() & sys.modules.keys():
+        _register_on_lookup(sys.modules[name])

@@ -1,7 +1,7 @@
-"""How the weights of one rank are cut from the whole: arithmetic on names and shapes, nothing is loaded or moved here.
+"""Which part of every parameter a rank holds: arithmetic on names and shapes, nothing is loaded or moved here.
 
-A cut is a dim and the ranges kept along it. Projections *into* heads or neurons are cut by output rows, projections *out of*
-them by input columns, the vocabulary by rows; everything else (norms, routers) is whole on every rank.
+A ``ShardSpec`` is a dim and the ranges kept along it. Projections *into* heads or neurons are sharded by output rows, projections
+*out of* them by input columns, the vocabulary by rows; everything else (norms, routers) is replicated.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .presets import ModelShape
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardSpec:
     """Keep ``ranges`` of ``dim``. ``copies``, one per range: how many neighbouring ranks hold it alike (replicated KV heads)."""
 
     dim: int
@@ -64,13 +64,14 @@ def rank_heads(shape: ModelShape, tp: int, rank: int, uneven: bool = False) -> R
     return RankHeads(split(heads, tp, rank), (first, first + 1), copies)
 
 
-def check_divides(shape: ModelShape, family: Family, tp: int, uneven: bool = False) -> None:
-    """ValueError with the numbers if ``tp`` ranks cannot share the model."""
+def check_divides(shape: ModelShape, family: Family | None, tp: int, uneven: bool | None = False) -> None:
+    """ValueError with the numbers if ``tp`` ranks cannot share the model. ``uneven``: ranks may have unequal numbers of heads; None:
+    they cannot, and the message does not offer it. ``family``: None if it is not one of ours (the planner)."""
     if tp < 1:
         raise ValueError(f"tp must be at least 1, got {tp}")
     if tp == 1:
         return
-    if family.refuse_tp:
+    if family is not None and family.refuse_tp:
         raise ValueError(f"{family.model_type} cannot be tensor-parallel: {family.refuse_tp}; run it with tp=1")
     heads, kv = shape.num_heads, shape.num_kv_heads
     if heads % kv:
@@ -79,25 +80,29 @@ def check_divides(shape: ModelShape, family: Family, tp: int, uneven: bool = Fal
         raise ValueError(f"tp={tp} is more than the model's {heads} attention heads; use at most {heads}")
     even = heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
     if not even and not (uneven and kv >= tp):
-        fitting = [n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0)]
-        way_out = f"use tp in {fitting}" + (", or allow ranks with unequal numbers of heads (--uneven)" if kv >= tp else "")
+        fitting = [
+            n
+            for n in range(1, heads + 1)
+            if heads % n == 0 and (kv % n == 0 or n % kv == 0) and shape.intermediate_size % n == 0
+        ]
+        offer = uneven is not None and kv >= tp
+        way_out = f"use tp in {fitting}" + (", or allow ranks with unequal numbers of heads (--uneven)" if offer else "")
         raise ValueError(f"tp={tp} does not divide {heads} query heads with {kv} KV heads evenly: {way_out}")
     if shape.intermediate_size % tp and not uneven:
-        raise ValueError(
-            f"tp={tp} does not divide the MLP's {shape.intermediate_size} neurons; use a divisor, or allow unequal ranks (--uneven)"
-        )
+        offer = ", or allow unequal ranks (--uneven)" if uneven is not None else ""
+        raise ValueError(f"tp={tp} does not divide the MLP's {shape.intermediate_size} neurons; use a divisor{offer}")
 
 
 _QUERY_ROWS = ("q_proj",)
 _KV_ROWS = ("k_proj", "v_proj")
 _HEAD_COLUMNS = ("o_proj", "dense")
-_NEURON_ROWS = ("gate_proj", "up_proj", "c_fc", "dense_h_to_4h")
-_NEURON_COLUMNS = ("down_proj", "c_proj", "dense_4h_to_h")
+_NEURON_ROWS = ("gate_proj", "up_proj", "c_fc", "dense_h_to_4h", "w1", "w3")  # w1 to w3: the experts of Mixtral's checkpoints
+_NEURON_COLUMNS = ("down_proj", "c_proj", "dense_4h_to_h", "w2")
 _VOCABULARY = ("embed_tokens", "embed_in", "lm_head", "embed_out")
-ROW_PARALLEL = (*_HEAD_COLUMNS, *_NEURON_COLUMNS)  # their bias belongs to the sum, so one rank adds it
+ROW_PARALLEL = (*_HEAD_COLUMNS, *_NEURON_COLUMNS)  # one rank adds their bias, or the all-reduce would add it once per rank
 
 
-def cut_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: int) -> Cut | None:
+def shard_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: int) -> ShardSpec | None:
     """What ``rank`` keeps of the parameter ``name`` of global ``shape``; None: all of it."""
     parts = name.split(".")
     kind = parts[-1]
@@ -105,18 +110,18 @@ def cut_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: in
     heads = rank_heads(model, tp, rank)
     dim = model.head_dim
 
-    def rows(ranges: list[tuple[int, int]], *copies: int) -> Cut:
-        return Cut(0, tuple(ranges), copies)
+    def rows(ranges: list[tuple[int, int]], *copies: int) -> ShardSpec:
+        return ShardSpec(0, tuple(ranges), copies)
 
     def scaled(span: tuple[int, int], size: int, offset: int = 0) -> tuple[int, int]:
         return offset + span[0] * size, offset + span[1] * size
 
-    if "experts" in parts and module in ("gate_up_proj", "down_proj"):  # [expert, 2 * neurons, in], [expert, out, neurons]
+    if "experts" in parts and len(shape) == 3:  # stacked: [expert, 2 * neurons, in], [expert, out, neurons]
         if module == "down_proj":
-            return Cut(2, (split(shape[2], tp, rank),))
+            return ShardSpec(2, (split(shape[2], tp, rank),))
         half = shape[1] // 2
         keep = split(half, tp, rank)
-        return Cut(1, (keep, scaled(keep, 1, half)))
+        return ShardSpec(1, (keep, scaled(keep, 1, half)))
     if module in _QUERY_ROWS:
         return rows([scaled(heads.query, dim)])
     if module in _KV_ROWS:
@@ -137,7 +142,7 @@ def cut_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: in
     if module in _VOCABULARY:
         return rows([split(shape[0], tp, rank)])
     if kind == "weight" and module in _HEAD_COLUMNS:
-        return Cut(1, (scaled(heads.query, dim),))
+        return ShardSpec(1, (scaled(heads.query, dim),))
     if kind == "weight" and module in _NEURON_COLUMNS:
-        return Cut(1, (split(shape[1], tp, rank),))
+        return ShardSpec(1, (split(shape[1], tp, rank),))
     return None

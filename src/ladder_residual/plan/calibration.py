@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from .cost import EngineProfile, Phase
-from .planner import TWO_LANES, Case
+from .planner import TWO_STREAM, Case
 
 
 def with_measured_step(case: Case, phase: Phase, measured_ms: float) -> EngineProfile:
@@ -21,17 +21,17 @@ def with_measured_step(case: Case, phase: Phase, measured_ms: float) -> EnginePr
     return replace(case.engine, **{field: gaps})  # type: ignore[arg-type]
 
 
-def with_measured_lanes(case: Case, phase: Phase, measured_ms: float) -> EngineProfile:
-    """The engine whose two-lane step without all-reduces takes ``measured_ms`` (as near as lanes can get)."""
+def with_measured_overlap(case: Case, phase: Phase, measured_ms: float) -> EngineProfile:
+    """The engine whose two-stream step without all-reduces takes ``measured_ms`` (as near as two streams can get)."""
     low, high = 1e-6, 1.0
 
     def ms(overlap: float) -> float:
-        return replace(case, engine=replace(case.engine, lane_overlap=overlap)).timeline(TWO_LANES, phase).us / 1e3
+        return replace(case, engine=replace(case.engine, stream_overlap=overlap)).timeline(TWO_STREAM, phase).us / 1e3
 
     for _ in range(30):  # a better overlap is never slower, so halving finds it
         middle = (low + high) / 2
         low, high = (low, middle) if ms(middle) <= measured_ms else (middle, high)
-    return replace(case.engine, lane_overlap=high)
+    return replace(case.engine, stream_overlap=high)
 
 
 def fit_link(samples: Sequence[tuple[float, float]], ranks: int) -> tuple[float, float]:

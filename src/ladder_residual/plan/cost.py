@@ -7,23 +7,27 @@ gaps between its kernels (``EngineProfile.module_us``), which is the whole cost 
 from __future__ import annotations
 
 import tomllib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from typing import NamedTuple
 
-from ..presets import ModelShape
-from .hardware import Device, near
+from ..common.recipe import build_named
+from ..common.suggest import did_you_mean
+from ..models.families import FAMILIES, PREFIX
+from ..models.presets import ModelShape
+from ..models.sharding import check_divides
+from .hardware import Device
 
 DTYPE_BYTES = 2  # fp16 and bf16
-# A product with few rows fills only part of the matrix units: it costs as much as one with a tile more rows.
+# A GEMM with few rows fills only part of the matrix units: it costs as much as one with a tile more rows.
 TILE_ROWS = 64
 RUNTIME_BYTES = 1.5e9  # CUDA context, communication buffers, graphs
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineProfile:
-    """See ``data/plan/engines.toml`` for what each number means and where it comes from."""
+    """See ``assets/plan/engines.toml`` for what each number means and where it comes from."""
 
     name: str
     title: str
@@ -36,7 +40,7 @@ class EngineProfile:
     # Two of about six small kernels of a module go away when attention and MLP share their input.
     parallel_saving: float = 1 / 3
     communicators: int = 1
-    lane_overlap: float = 0.0  # 0: the engine has no two-lane schedule
+    stream_overlap: float = 0.0  # 0: the engine has no two-stream schedule
     kv_reads_per_head: bool = False
     static_cache: bool = False
     sharded_vocabulary: bool = True
@@ -46,15 +50,13 @@ class EngineProfile:
 
 @cache
 def engines() -> dict[str, EngineProfile]:
-    document = tomllib.loads(resources.files("ladder_residual").joinpath("data/plan/engines.toml").read_text())
-    known = {field.name for field in fields(EngineProfile)}
-    assert all(set(row) <= known for row in document["engines"].values())
-    return {name: EngineProfile(name=name, **row) for name, row in document["engines"].items()}
+    text = resources.files("ladder_residual").joinpath("assets/plan/engines.toml").read_text()
+    return build_named(EngineProfile, tomllib.loads(text)["engines"], "engines", "engines.toml")
 
 
 def engine(name: str) -> EngineProfile:
     if name not in engines():
-        raise ValueError(f"unknown engine {name!r}{near(name, engines())}; choose from {', '.join(engines())}")
+        raise ValueError(f"unknown engine {name!r}{did_you_mean(name, engines())}; choose from {', '.join(engines())}")
     return engines()[name]
 
 
@@ -93,19 +95,7 @@ class RankShape:
     tp: int
 
     def __post_init__(self) -> None:
-        if self.tp < 1:
-            raise ValueError(f"tp must be at least 1, got {self.tp}")
-        for what, size in (("attention heads", self.model.num_heads), ("MLP columns", self.model.intermediate_size)):
-            if size % self.tp:
-                possible = [n for n in (1, 2, 3, 4, 6, 8, 9, 12, 16, 18, 32, 36) if self._divides(n)]
-                raise ValueError(f"tp={self.tp} does not divide the {size} {what}; use one of {', '.join(map(str, possible))}")
-        kv = self.model.num_kv_heads
-        if kv % self.tp and self.tp % kv:
-            raise ValueError(f"tp={self.tp} neither divides the {kv} KV heads nor is a multiple of them")
-
-    def _divides(self, tp: int) -> bool:
-        kv = self.model.num_kv_heads
-        return not (self.model.num_heads % tp or self.model.intermediate_size % tp or (kv % tp and tp % kv))
+        check_divides(self.model, FAMILIES.get(self.model.family.removeprefix(PREFIX)), self.tp, uneven=None)
 
     @property
     def heads(self) -> int:
@@ -144,15 +134,15 @@ class RankCost:
         """Projections and attention over the cache, without any all-reduce."""
         model, share = self.shape.model, self.engine.attention_share
         qkv = self.shape.heads + 2 * self.shape.kv_heads
-        work = self._product(phase.rows, model.hidden_size, qkv * model.head_dim)
+        work = self._gemm(phase.rows, model.hidden_size, qkv * model.head_dim)
         work = work.plus(self._cache(phase))
-        work = work.plus(self._product(phase.rows, self.shape.heads * model.head_dim, model.hidden_size))
+        work = work.plus(self._gemm(phase.rows, self.shape.heads * model.head_dim, model.hidden_size))
         return work.plus(Work(overhead_us=2 * share * self._module_us(phase)))
 
     def mlp(self, phase: Phase) -> Work:
         model = self.shape.model
-        up = self._product(phase.rows, model.hidden_size, self.shape.columns * (2 if model.gated_mlp else 1))
-        down = self._product(phase.rows, self.shape.columns, model.hidden_size)
+        up = self._gemm(phase.rows, model.hidden_size, self.shape.columns * (2 if model.gated_mlp else 1))
+        down = self._gemm(phase.rows, self.shape.columns, model.hidden_size)
         overhead = 2 * (1 - self.engine.attention_share) * self._module_us(phase)
         return up.plus(down).plus(Work(overhead_us=overhead))
 
@@ -160,7 +150,7 @@ class RankCost:
         """Logits: of the last token of each sequence, unless the engine computes those of the whole prompt."""
         rows = phase.rows if self.engine.head_on_prompt else phase.batch
         ranks = self.shape.tp if self.engine.sharded_vocabulary else 1
-        return self._product(rows, self.shape.model.hidden_size, self.shape.model.vocab_size / ranks)
+        return self._gemm(rows, self.shape.model.hidden_size, self.shape.model.vocab_size / ranks)
 
     def message_bytes(self, phase: Phase) -> int:
         return phase.rows * self.shape.model.hidden_size * DTYPE_BYTES
@@ -191,7 +181,7 @@ class RankCost:
     def _flop_rate(self) -> float:
         return self.device.tflops * 1e6 * self.device.flop_share * self.engine.multiply_share
 
-    def _product(self, rows: int, inner: float, columns: float) -> Work:
+    def _gemm(self, rows: int, inner: float, columns: float) -> Work:
         read = DTYPE_BYTES * (inner * columns + rows * (inner + columns)) / self._bandwidth()
         if rows > 1:
             read /= self.device.batched_read_share

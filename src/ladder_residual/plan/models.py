@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any
 
-from ..presets import ModelShape, presets
+from ..common.suggest import did_you_mean
+from ..models.hub import fetch, may_be_hub_id
+from ..models.presets import ModelShape, presets
 
 # Fields that mean a decoder whose cost this model does not describe; better refused than priced wrongly.
 UNSUPPORTED = {
@@ -31,12 +32,10 @@ def resolve_model(name: str) -> tuple[str, ModelShape]:
         if not file.is_file():
             raise ValueError(f"{path} has no config.json")
         return path.name if path.is_dir() else path.stem, shape_of_config(file)
-    if name.count("/") == 1 and not name.startswith((".", "/", "~")):
-        return name, shape_of_config(_from_hub(name))
-    matches = difflib.get_close_matches(name.lower(), presets(), n=3, cutoff=0.4)
-    hint = f"; near: {', '.join(matches)}" if matches else ""
+    if may_be_hub_id(name):
+        return name, shape_of_config(fetch(name, ["config.json"]) / "config.json")
     raise ValueError(
-        f"unknown model {name!r}{hint}; give a preset ({', '.join(presets())}), a directory with config.json, "
+        f"unknown model {name!r}{did_you_mean(name, presets())}; give a preset ({', '.join(presets())}), a directory with config.json, "
         "or a hub id owner/name"
     )
 
@@ -55,15 +54,3 @@ def shape_of_config(file: Path) -> ModelShape:
         return ModelShape.from_hf(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from error
-
-
-def _from_hub(name: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(name, "config.json"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
-        matches = difflib.get_close_matches(name.split("/")[1].lower(), presets(), n=3, cutoff=0.4)
-        hint = f"; near presets: {', '.join(matches)}" if matches else ""
-        raise ValueError(f"cannot fetch config.json of {name!r} from the hub ({type(error).__name__}){hint}") from error

@@ -1,28 +1,25 @@
-"""``plan``: what a model would do on a device, over a link, under each wiring. No torch, no GPU.
-
->>> [row] = plan("llama-3-70b", device="h100", tp=[8], link=["nccl"], batch=[1])
->>> row.speedup["ladder"] > 1.2
-True
-"""
+"""What a model would do on a device, over a link, under each wiring: a ``Case`` is evaluated to a ``PlanRow``. No torch, no GPU."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from ..config import Wiring
-from ..presets import ModelShape
+from ..core.config import Wiring
+from ..links.link import Link
+from ..models.presets import ModelShape
 from .cost import EngineProfile, Phase, RankCost, RankShape, engine
-from .hardware import Device, Hardware, Link, shipped
+from .hardware import Device, Hardware, shipped
 from .models import resolve_model
 from .schedule import LayerCost, Timeline, build, simulate
 
-TWO_LANES = "ladder two-lane"
-# Spec of each row of the table; two lanes is a schedule of the ladder wiring, not a wiring of its own.
-WIRINGS = ("standard", "ladder", TWO_LANES, "ladder:last-half", "parallel", "desync-2x", "desync-4x", "delayed-1", "no-comm")
+TWO_STREAM = "ladder two-stream"
+# Spec of each row of the table; two-stream is a schedule of the ladder wiring, not a wiring of its own.
+WIRINGS = ("standard", "ladder", TWO_STREAM, "ladder:last-half", "parallel", "desync-2x", "desync-4x", "delayed-1", "no-comm")
 DEFAULT_ENGINE = "fused"
-EDGE_COLLECTIVES = 2  # of a sharded vocabulary: the sum of the embeddings, the gathering of the logits
+MOST_TOKENS = 10**9
+EDGE_COLLECTIVES = 2  # of a sharded vocabulary: the all-reduce of the embeddings, the gathering of the logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +38,9 @@ class Case:
 
     def __post_init__(self) -> None:
         for name in ("batch", "prompt", "new"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            value = getattr(self, name)
+            if not 1 <= value <= MOST_TOKENS:
+                raise ValueError(f"{name} must be at least 1 and at most {MOST_TOKENS:,}, got {value!r:.40}")
 
     def rank(self) -> RankCost:
         return RankCost(RankShape(self.model, self.tp), self.device, self.engine)
@@ -59,12 +57,12 @@ class Case:
         """The simulated forward pass of ``phase``."""
         if wiring.endswith(":last-half") and self.model.num_layers < 2:
             wiring = "standard"  # half of one layer is none
-        two_lanes = wiring == TWO_LANES
-        if two_lanes and not self.engine.lane_overlap:
-            raise ValueError(f"engine {self.engine.name} has no two-lane schedule")
+        two_stream = wiring == TWO_STREAM
+        if two_stream and not self.engine.stream_overlap:
+            raise ValueError(f"engine {self.engine.name} has no two-stream schedule")
         rank = self.rank()
         size = rank.message_bytes(phase)
-        allreduce_us = self.link.us(size, self.tp)
+        allreduce_us = self.link.in_model_us(size, self.tp)
         cost = LayerCost(
             attention=rank.attention(phase),
             mlp=rank.mlp(phase),
@@ -72,17 +70,17 @@ class Case:
             link=self.link,
             fused_saving_us=self.engine.parallel_saving * self.engine.module_us,
             communicators=self.engine.communicators,
-            wire_share=1 - self.link.us(1, self.tp) / allreduce_us if allreduce_us else 0.0,
+            wire_share=1 - self.link.in_model_us(1, self.tp) / allreduce_us if allreduce_us else 0.0,
         )
         edges = EDGE_COLLECTIVES if self.engine.sharded_vocabulary and self.real_ranks else 0
-        spec = Wiring.parse("ladder" if two_lanes else wiring, self.model.num_layers)
-        tasks = build(spec, cost, head=rank.head(phase), two_lanes=two_lanes, edge_us=edges * allreduce_us)
-        return simulate(tasks, self.engine.lane_overlap if two_lanes else 1.0)
+        spec = Wiring.parse("ladder" if two_stream else wiring, self.model.num_layers)
+        tasks = build(spec, cost, head=rank.head(phase), two_stream=two_stream, edge_us=edges * allreduce_us)
+        return simulate(tasks, self.engine.stream_overlap if two_stream else 1.0)
 
     def seconds(self, wiring: str) -> tuple[float, float]:
         """(prefill, all decode steps); the prefill gives the first new token."""
-        # A prefill keeps the matrix units busy by itself, so two lanes have nothing to fill there.
-        prefill = self.timeline("ladder" if wiring == TWO_LANES else wiring, self.prefill_phase()).us
+        # A prefill keeps the matrix units busy by itself, so a second stream has nothing to fill there.
+        prefill = self.timeline("ladder" if wiring == TWO_STREAM else wiring, self.prefill_phase()).us
         decode = self.timeline(wiring, self.decode_phase()).us * (self.new - 1) if self.new > 1 else 0.0
         return prefill / 1e6, decode / 1e6
 
@@ -90,7 +88,7 @@ class Case:
         return self.batch * self.new / sum(self.seconds(wiring))
 
     def wirings(self) -> tuple[str, ...]:
-        return tuple(name for name in WIRINGS if name != TWO_LANES or self.engine.lane_overlap)
+        return tuple(name for name in WIRINGS if name != TWO_STREAM or self.engine.stream_overlap)
 
     def memory_gb(self) -> dict[str, float]:
         return {part: size / 1e9 for part, size in self.rank().memory_bytes(self.batch, self.prompt, self.new).items()}
@@ -98,8 +96,9 @@ class Case:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """What one case gives. Times and speeds are of the ``standard`` wiring; ``speedup`` says the rest."""
+    """What one case gives."""
 
+    case: Case = field(repr=False)
     model: str
     device: str
     link: str
@@ -110,39 +109,31 @@ class PlanRow:
     new: int
     tokens_per_second: dict[str, float]  # by wiring, prefill included
     ms_per_token: dict[str, float]  # by wiring: one decode step
+    step_ms: dict[
+        str, dict[str, float]
+    ]  # by wiring: that step as compute, hidden and exposed all-reduces (Timeline.breakdown_us)
     prefill_ms: dict[str, float]
     speedup: dict[str, float]  # over standard, whole generation
     hidden_percent: dict[str, float]  # of the communication time of a decode step
-    allreduce_us: float  # one all-reduce of a decode step
+    allreduce_us: float  # one all-reduce of a decode step, by itself
+    in_situ_us: float  # what it costs more inside a model
     limits: dict[str, float]  # per cent of a standard decode step: memory, FLOPs, gaps, waiting for all-reduces
     limited_by: str
     memory_gb: dict[str, float]
     fits: bool
+    advice: str = ""  # one sentence: convert or not, and why
 
     @property
     def memory_total_gb(self) -> float:
         return sum(self.memory_gb.values())
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "memory_total_gb": self.memory_total_gb}
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "case"}
+        return {**values, "memory_total_gb": self.memory_total_gb}
 
 
-def plan(
-    model: str | ModelShape,
-    *,
-    device: str = "h100",
-    tp: Sequence[int] = (8,),
-    link: Sequence[str] = ("nccl",),
-    batch: Sequence[int] = (1,),
-    prompt: int = 1024,
-    new: int = 512,
-    engine_name: str | None = None,
-    hardware: Hardware | None = None,
-) -> list[PlanRow]:
-    """One row per tp, link and batch. Raises ValueError if no row fits the device's memory."""
-    cases = make_cases(
-        model, device=device, tp=tp, link=link, batch=batch, prompt=prompt, new=new, engine_name=engine_name, hardware=hardware
-    )
+def evaluate_all(cases: Sequence[tuple[str, Case]]) -> list[PlanRow]:
+    """A row per case. Raises ValueError if none fits its device's memory."""
     rows = [evaluate(name, case) for name, case in cases]
     if not any(row.fits for row in rows):
         best = min(rows, key=lambda row: row.memory_total_gb)
@@ -150,7 +141,7 @@ def plan(
         raise ValueError(
             f"{best.model} does not fit: a rank of tp={best.tp} with batch {best.batch} needs {best.memory_total_gb:.0f} GB "
             f"({best.memory_gb['weights']:.0f} GB of weights, {best.memory_gb['kv_cache']:.0f} GB of cache), "
-            f"{device} has {room:.0f} GB; use more ranks, a smaller batch or a larger device"
+            f"{best.device} has {room:.0f} GB; use more ranks, a smaller batch or a larger device"
         )
     return rows
 
@@ -196,16 +187,18 @@ def engine_on(device: Device, name: str | None = None) -> EngineProfile:
 
 def evaluate(name: str, case: Case) -> PlanRow:
     decode = case.decode_phase()
-    speeds, steps, prefills, hidden = {}, {}, {}, {}
+    speeds, steps, parts, prefills, hidden = {}, {}, {}, {}, {}
     for wiring in case.wirings():
         seconds = case.seconds(wiring)
         step = case.timeline(wiring, decode)
         speeds[wiring] = case.batch * case.new / sum(seconds)
         steps[wiring], prefills[wiring] = step.us / 1e3, seconds[0] * 1e3
+        parts[wiring] = {part: us / 1e3 for part, us in step.breakdown_us().items()}
         hidden[wiring] = 100 * step.hidden_share()
     limits = step_limits(case, decode)
     memory = case.memory_gb()
     return PlanRow(
+        case=case,
         model=name,
         device=case.device.name,
         link=case.link.name,
@@ -216,10 +209,12 @@ def evaluate(name: str, case: Case) -> PlanRow:
         new=case.new,
         tokens_per_second=speeds,
         ms_per_token=steps,
+        step_ms=parts,
         prefill_ms=prefills,
         speedup={wiring: speed / speeds["standard"] for wiring, speed in speeds.items()},
         hidden_percent=hidden,
         allreduce_us=case.link.us(case.rank().message_bytes(decode), case.tp),
+        in_situ_us=case.link.in_situ_us if case.tp > 1 else 0.0,
         limits=limits,
         limited_by=max(limits, key=limits.__getitem__),
         memory_gb=memory,

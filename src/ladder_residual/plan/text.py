@@ -1,101 +1,167 @@
-"""Tables for the terminal."""
+"""What ``ladder plan`` prints: the verdict, a table that fits the terminal, and where a decode step's time goes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
+from rich import box
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
+from rich.text import Text
 
-from .fit import ASSUMED, CONSTANTS
-from .planner import TWO_LANES, Case, PlanRow
-from .validate import Validation
+from .advice import best_row, verdict
+from .planner import TWO_STREAM, PlanRow
 
-SHORT = {TWO_LANES: "2 lanes", "ladder:last-half": "last half", "delayed-1": "delayed"}
+# A break where a heading may become two lines; they make 14 columns fit 120 characters.
+HEADINGS = {TWO_STREAM: "two-\nstream", "ladder:last-half": "last\nhalf", "desync-2x": "desync\n2x", "desync-4x": "desync\n4x"}
+PARTS = {  # of a step: (block, character of a terminal without blocks, colour, meaning)
+    "compute": ("█", "#", "blue", "compute"),
+    "hidden": ("▓", "=", "green", "compute, an all-reduce hidden behind it"),
+    "exposed": ("░", ".", "red", "waiting for an all-reduce"),
+}
 
 
-def _console() -> Console:
-    # A pipe has no width; 80 columns would cut the table that a program or a log wants whole.
-    console = Console(highlight=False)
-    return console if console.is_terminal else Console(highlight=False, width=200)
-
-
-def print_plan(rows: Sequence[PlanRow], case: Case) -> None:
-    first = rows[0]
-    console = _console()
+def print_plan(rows: Sequence[PlanRow], *, wide: bool = False, console: Console | None = None) -> None:
+    """``wide`` prints every column and every case's bars, however many characters a line takes."""
+    console = console or Console(highlight=False)
+    first, case = rows[0], rows[0].case
+    console.print(verdict(rows), style="bold", markup=False)
     console.print(
-        f"{first.model} on {case.device.title}, prompt {first.prompt} + {first.new} new tokens, "
-        f"engine {first.engine} ({case.engine.title}). Planned, not measured."
+        f"\n{first.model} on {case.device.title or first.device}, prompt {first.prompt} + {first.new} new tokens, "
+        f"engine {first.engine} ({case.engine.title}). Planned, not measured.\n",
+        markup=False,
     )
-    wirings = [name for name in first.speedup if name != "standard"]
-    table = Table("tp", "link", "batch", "all-reduce", "tokens/s", "ms/token", "GB/rank")
+    full, short = (wirings_as_columns(rows, every=every) for every in (True, False))
+    if wide:
+        console.width = max(console.width, _width(full))
+    if (columns := next((table for table in (full, short) if _width(table) <= console.width), None)) is not None:
+        console.print(columns)
+        console.print("Speeds and ms/token are of the standard wiring; the wirings' columns are speed-ups over it.")
+    elif len(rows) == 1:
+        console.print(wirings_of_one_case(first))
+        console.print(f"{_allreduce(first)} an all-reduce, {first.memory_total_gb:.1f} GB per rank.")
+    else:
+        _print_groups(console, rows)
+    with_allreduce = columns is full or (columns is None and len(rows) == 1)
+    if with_allreduce and any(row.in_situ_us for row in rows):
+        console.print("all-reduce: its time as measured back to back + what a call costs more inside a model.")
+    for row in [row for row in rows if row.fits] if wide else [best_row(rows)]:
+        print_bars(console, row)
+    if wide and len(rows) > 1:
+        console.print()
+        for row in rows:
+            console.print(row.advice, markup=False)
+
+
+def _table(*columns: str) -> Table:
+    return Table(*columns, box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1), collapse_padding=True)
+
+
+def _width(table: Table) -> int:
+    """Characters of a line if nothing is cut."""
+    console = Console(width=10_000)
+    return Measurement.get(console, console.options, table).maximum
+
+
+def wirings_as_columns(rows: Sequence[PlanRow], *, every: bool) -> Table:
+    """A row for each case; ``every`` adds the all-reduce and what limits a step."""
+    wirings = [name for name in rows[0].speedup if name != "standard"]
+    table = _table()
+    for name in ("tp", "link", "batch", *(["all-reduce"] if every else []), "tokens/s", "ms per\ntoken", "GB per\nrank"):
+        table.add_column(name, justify="left" if name == "link" else "right", no_wrap=True)
     for wiring in wirings:
-        table.add_column(SHORT.get(wiring, wiring), justify="right")
-    table.add_column("limited by")
+        table.add_column(HEADINGS.get(wiring, wiring), justify="right", no_wrap=True)
+    if every:
+        table.add_column("limited by", no_wrap=True)
     for row in rows:
-        head = [str(row.tp), row.link, str(row.batch), f"{row.allreduce_us:.1f} us"]
+        head = [str(row.tp), row.link, str(row.batch), *([_allreduce(row)] if every else [])]
         memory = f"{row.memory_total_gb:.1f}"
         if not row.fits:
-            blank = ["-"] * len(wirings)
-            table.add_row(*head, "-", "-", memory, *blank, f"does not fit {case.device.memory_gb:.0f} GB")
-            continue
-        speeds = [f"{row.tokens_per_second['standard']:.1f}", f"{row.ms_per_token['standard']:.2f}", memory]
-        gains = [f"{row.speedup[wiring]:.2f}x" for wiring in wirings]
-        limit = ", ".join(f"{part} {share:.0f} %" for part, share in sorted(row.limits.items(), key=lambda p: -p[1])[:2])
-        table.add_row(*head, *speeds, *gains, limit)
-    console.print(table)
-    console.print("tokens/s, ms/token and limits are of the standard wiring; the rest is speed-up over it.")
+            speeds, gains, limit = ["-", "-"], ["-"] * len(wirings), f"does not fit {row.case.device.memory_gb:.0f} GB"
+        else:
+            speeds = [f"{row.tokens_per_second['standard']:.1f}", f"{row.ms_per_token['standard']:.2f}"]
+            gains = [f"{row.speedup[wiring]:.2f}x" for wiring in wirings]
+            limit = ", ".join(f"{part} {share:.0f} %" for part, share in sorted(row.limits.items(), key=lambda p: -p[1])[:2])
+        table.add_row(*head, *speeds, memory, *gains, *([limit] if every else []))
+    return table
+
+
+def wirings_of_one_case(row: PlanRow) -> Table:
+    table = _table()
+    table.add_column("wiring", no_wrap=True)
+    for name in ("tokens/s", "speed-up", "ms/token", "all-reduces hidden"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for wiring, speed in row.tokens_per_second.items():
+        hidden = "none sent" if wiring == "no-comm" or row.tp == 1 else f"{row.hidden_percent[wiring]:.0f} %"
+        table.add_row(wiring, f"{speed:.1f}", f"{row.speedup[wiring]:.2f}x", f"{row.ms_per_token[wiring]:.2f}", hidden)
+    return table
+
+
+def _print_groups(console: Console, rows: Sequence[PlanRow]) -> None:
+    """Wirings as rows and cases as columns, as many beside each other as fit."""
+    start = 0
+    while start < len(rows):
+        end = len(rows)
+        while end > start + 1 and _width(wirings_as_rows(rows[start:end])) > console.width:
+            end -= 1
+        console.print(wirings_as_rows(rows[start:end]), "")
+        start = end
+    console.print("Speed-ups over the standard wiring; ms/token is of a standard step.")
+    for row in rows:
+        if not row.fits:
+            console.print(f"tp {row.tp}, {row.link}, batch {row.batch} does not fit {row.case.device.memory_gb:.0f} GB.")
+
+
+def wirings_as_rows(rows: Sequence[PlanRow]) -> Table:
+    table = _table("")
+    for row in rows:
+        table.add_column(f"tp {row.tp}\n{row.link}\nbatch {row.batch}", justify="right", no_wrap=True)
+
+    def line(name: str, cells: Sequence[str]) -> None:
+        table.add_row(name, *("-" if not row.fits else cell for row, cell in zip(rows, cells, strict=True)))
+
+    line("standard, tokens/s", [f"{row.tokens_per_second['standard']:.1f}" for row in rows])
+    line("standard, ms/token", [f"{row.ms_per_token['standard']:.2f}" for row in rows])
+    table.add_row("GB per rank", *(f"{row.memory_total_gb:.1f}" for row in rows), end_section=True)
+    for wiring in rows[0].speedup:
+        if wiring != "standard":
+            line(wiring, [f"{row.speedup[wiring]:.2f}x" for row in rows])
+    return table
+
+
+def print_bars(console: Console, row: PlanRow) -> None:
+    """Where a decode step's time goes, a bar for each wiring."""
+    console.print(f"\nWhere a decode step goes (tp {row.tp}, {row.link}, batch {row.batch}), in ms", style="bold", markup=False)
+    column = 1 if console.options.ascii_only else 0
+    longest, name = max(row.ms_per_token.values()), max(map(len, row.step_ms))
+    room = max(10, min(console.width, 120) - name - 10)
+    for wiring, parts in row.step_ms.items():
+        console.print(
+            Text.assemble(f"{wiring:{name}} ", *_bar(parts, room / longest, column), f" {row.ms_per_token[wiring]:.2f}")
+        )
+    for part in PARTS.values():
+        console.print(Text.assemble((part[column] * 2, part[2]), f" {part[3]}"))
+
+
+def _bar(parts: dict[str, float], scale: float, column: int) -> list[tuple[str, str]]:
+    """Ends of the parts are rounded, not their lengths: so bars of equal time are equally long."""
+    bar, at = [], 0.0
+    for name, ms in parts.items():
+        bar.append((PARTS[name][column] * (round((at + ms) * scale) - round(at * scale)), PARTS[name][2]))
+        at += ms
+    return bar
+
+
+def _allreduce(row: PlanRow) -> str:
+    """The all-reduce itself + what it costs more inside a model."""
+    return f"{row.allreduce_us:.1f}{f' + {row.in_situ_us:.1f}' if row.in_situ_us else ''} us"
 
 
 def print_curve(row: PlanRow, curve: Sequence[tuple[int, float]]) -> None:
     """Speed-up against converted layers (the last k), as bars."""
-    print(f"tp {row.tp}, {row.link}, batch {row.batch}: speed-up when the last k layers are ladder")
+    print(f"\ntp {row.tp}, {row.link}, batch {row.batch}: speed-up when the last k layers are ladder")
     top = max(gain for _, gain in curve)
     for k, gain in curve:
         width = round(48 * (gain - 1) / (top - 1)) if top > 1.0005 else 0
         print(f"  {k:4d} {gain:5.2f}x {'#' * width}")
-
-
-def print_validation(result: Validation) -> None:
-    console = _console()
-    for title, role in (("Checked points", "check"), ("Fit points: constants come from these, they validate nothing", "fit")):
-        table = Table("point", "quantity", "measured", "planned", "error", "target", "", title=title)
-        for row in result.comparisons:
-            if row.point.role == role:
-                bound = row.to_dict()["target_percent"]
-                error, target = f"{row.error_percent:+.1f} %", f"{bound:.0f} %" if role == "check" else ""
-                values = (f"{row.point.measured:.3f}", f"{row.predicted:.3f}")
-                table.add_row(row.point.name, row.point.quantity, *values, error, target, row.status)
-        console.print(table)
-    table = Table("target", "bound", "checked", "inside", "worst", "at", title="Summary of checked points")
-    for line in result.summary():
-        table.add_row(
-            line["target"],
-            f"{line['target_percent']:.0f} %",
-            str(line["checked"]),
-            str(line["inside"]),
-            f"{line['worst_percent']:+.1f} %",
-            line["worst_point"],
-        )
-    console.print(table)
-    for row in result.comparisons:
-        if row.status == "miss" and row.known_miss:
-            console.print(f"outside its target: {row.point.name}: {row.error_percent:+.1f} %: {row.known_miss.why}")
-    for sentence in result.absent:
-        console.print(sentence)
-    misses = sum(row.status == "miss" for row in result.comparisons)
-    verdict = "PASSED" if result.passed else "FAILED"
-    console.print(f"{verdict}: {len(result.checked())} checked points, {misses} outside their target with a reason given")
-
-
-def print_constants(refit: Mapping[str, float] | None = None) -> None:
-    table = Table("constant", "value", "refit", "meaning", "fitted on", title="Fitted constants")
-    for constant in CONSTANTS:
-        again = f"{refit[constant.key]:.4g}" if refit and constant.key in refit else ""
-        origin = f"{constant.data}: {constant.fitted_on}"
-        table.add_row(constant.key, f"{constant.shipped:.4g}", again, constant.meaning, origin)
-    _console().print(table)
-    assumed = Table("chosen by hand, not fitted", "value", "why")
-    for row in ASSUMED:
-        assumed.add_row(*row)
-    _console().print(assumed)

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 
-from .charts import Chart, chart_png, chart_svg
-from .charts import style as chart_style
-from .figures import all_charts, reference_case
-from .points import repository_results
-from .results import Results, Table, Timeline, read_results
-from .timeline_svg import timeline_svg
-from .trace import planned_panel
-from .validate import Validation, validate
+from ..common.charts import Chart, chart_svg
+from ..common.charts import style as chart_style
+from ..common.files import replace_text
+from ..common.terminal import printable
+from ..trace.timeline_svg import NARROW, timeline_svg
+from .results import COMPARISON, OTHER, PLAN, QUALITY, VALIDATION, Bars, Results, Table, Timeline, files_of, read_results
 
 LABELS = {
     "planned": "computed by the cost model and the event simulator; no such machine was used",
-    "emulated": "timed on one GPU that holds one rank's share; its all-reduce is a kernel that waits",
+    "emulated": "timed on one GPU that holds one rank's shard; its all-reduce is a kernel that waits",
     "measured": "timed on real ranks",
-    "paper": "a number of arXiv 2501.06589",
 }
 
 PAGE_STYLE = """
@@ -34,54 +32,78 @@ h3{font-size:1rem;margin:1.4em 0 .4em}
 p{margin:.5em 0}.quiet{color:var(--soft);font-size:.9rem;overflow-wrap:anywhere}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,440px),1fr));gap:16px}
 figure{margin:0;border:1px solid var(--line);border-radius:8px;padding:8px;background:var(--bg);min-width:0}
+figure+figure{margin-top:16px}.charts figure{margin:0}
 figure svg{display:block;width:100%;height:auto}figcaption{color:var(--soft);font-size:.85rem;padding:4px 6px}
-.wide{overflow-x:auto;-webkit-overflow-scrolling:touch}.wide svg{min-width:640px}
+.wide{overflow-x:auto;-webkit-overflow-scrolling:touch}.narrow{display:none}
+.summary{padding-left:1.2em;font-size:1.05rem}.summary li{margin:.35em 0}
+.bars{display:grid;grid-template-columns:max-content 1fr max-content;gap:6px 10px;align-items:center;margin:.8em 0;
+font-size:.9rem;font-variant-numeric:tabular-nums}.bars i{display:block;height:16px;border-radius:3px;background:var(--accent)}
 table{border-collapse:collapse;font-size:.87rem;font-variant-numeric:tabular-nums;min-width:100%}
 th,td{padding:5px 9px;border-bottom:1px solid var(--line);text-align:left;white-space:nowrap}th{background:var(--card)}
 td.why{white-space:normal;min-width:22em}
 .badge{display:inline-block;border:1px solid currentColor;border-radius:99px;padding:0 .6em;font-size:.75rem;
 color:var(--accent)}
+@media (max-width:640px){.charts text{font-size:15px}.narrow{display:block}.broad{display:none}thead{display:none}
+tr{display:block;border:1px solid var(--line);border-radius:8px;margin:0 0 10px;padding:4px 0}
+td,td.why{display:flex;justify-content:space-between;gap:16px;white-space:normal;min-width:0;text-align:right;border:0}
+td::before{content:attr(data-label);color:var(--soft);text-align:left}td:empty{display:none}}
 dl{display:grid;grid-template-columns:max-content 1fr;gap:4px 12px}dd{margin:0}a{color:var(--accent)}
 """
 
 
-def build_report(results: Results, validation: Validation) -> str:
-    charts = {chart.key: chart for chart in all_charts(results.quality, results.selections)}
-    chosen = [key for key in charts if key.startswith("selection")]
-    speed = [key for key in charts if key not in ("emulated", "converted", "quality", *chosen)]
-    inside = sum(row["inside"] for row in validation.summary())
-    sections = [
-        "<h1>What a wiring gives, and how well we know it</h1>",
-        "<p>Speed of tensor-parallel decoding when the all-reduces run beside the next module (ladder residual) instead of "
-        "before it. Every number carries its origin:</p>",
-        "<dl>" + "".join(f"<dt>{_badge(label)}</dt><dd>{escape(text)}</dd>" for label, text in LABELS.items()) + "</dl>",
-        "<h2>The same two layers, side by side</h2>",
-        _planned_timeline(),
-        *(_timeline(one) for one in results.timelines),
-        "<h2>Speed-up</h2>",
-        "<p>Lines are planned, rings are the paper's numbers. Batch, ranks and size use the paper's engine profile; "
-        "by link uses this project's. The constants behind the lines were fitted on some of the rings; what was checked "
-        "is below.</p>",
-        _figures([charts[key] for key in speed]),
-        "<h2>Emulated rank</h2>",
-        _figures([charts["emulated"]]),
-        "<h2>How much of the model to convert</h2>",
-        "<p>Speed-up and quality against the number of converted layers, counted from the top of the model.</p>",
-        _figures([charts[key] for key in ("converted", "quality", *chosen)]),
-        "<h2>Results</h2>",
-        "".join(_table(table) for table in results.tables) or '<p class="quiet">No result files were given.</p>',
-        "<h2>Is the plan right?</h2>",
-        f"<p>{inside} of {len(validation.checked())} checked points are within their target. Points the constants were "
-        "fitted on are not counted.</p>",
-        _validation(validation),
-        "<h2>Sources</h2>",
-        "<ul><li>Paper: Ladder-Residual, arXiv 2501.06589 (ICML 2025), and its authors' plotting scripts.</li>"
-        "<li>All-reduce latencies: measured and published by NVIDIA, ai-dynamo/aiconfigurator, Apache-2.0.</li>"
-        "<li>Everything planned here: <code>ladder plan</code>; checked by <code>ladder plan validate</code>.</li></ul>",
-    ]
+def write_report(
+    paths: Sequence[str | Path], out: str | Path, plots: str | Path | None = None, *, validation: bool = False
+) -> list[Path]:
+    """Write the page of these results, and its charts as files if ``plots`` is a folder; returns what was written.
+    ``validation`` adds the planner's prediction of each emulated step."""
+    if not paths:
+        raise ValueError("give the results to show: JSON files or folders of them, such as results/")
+    results = read_results(paths, validation=validation)
+    try:
+        page = build_report(results)
+    except MemoryError:
+        raise
+    except Exception as error:  # numbers that cannot be drawn
+        raise ValueError(f"{_undrawable(paths)} cannot be drawn: {type(error).__name__}: {str(error)[:200]}") from error
+    return write_page(page, results.charts, out, plots)
+
+
+def _undrawable(paths: Sequence[str | Path]) -> str:
+    for file in files_of(paths):
+        try:
+            build_report(read_results([file]))
+        except Exception:
+            return str(file)
+    return "the results together"
+
+
+def build_report(results: Results) -> str:
+    sections = ["<h1>Results</h1>"]
+    if results.summary:
+        sections.append(f'<ul class="summary">{"".join(f"<li>{escape(line)}</li>" for line in results.summary)}</ul>')
+    for name in (COMPARISON, QUALITY):
+        sections += tables(name, results)
+    if results.charts:
+        about = "<p>Lines are planned or measured curves, dots were measured or emulated.</p>"
+        sections += ["<h2>Curves</h2>", about, figures(results.charts)]
+    if results.timelines:
+        sections += ["<h2>Timelines</h2>", *map(timeline, results.timelines)]
+    for name in (OTHER, PLAN, VALIDATION):
+        sections += tables(name, results)
+    sections += ["<h2>Where numbers come from</h2>", legend(LABELS)]
+    return html_page("Ladder residual: results", sections)
+
+
+def tables(section: str, results: Results) -> list[str]:
+    found = [one for one in results.tables if one.section == section]
+    bars = {one.table: one for one in results.bars}
+    return [f"<h2>{escape(section)}</h2>", *(table(one, bars.get(one.title)) for one in found)] if found else []
+
+
+def html_page(title: str, sections: Iterable[str]) -> str:
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1"><title>Ladder residual: report</title>'
+        f'<meta name="viewport" content="width=device-width,initial-scale=1"><title>{escape(title)}</title>'
         # An empty icon keeps the browser from asking a server for one.
         f'<link rel="icon" href="data:,"><style>{PAGE_STYLE}{chart_style()}</style></head><body><main>'
         + "\n".join(sections)
@@ -89,79 +111,75 @@ def build_report(results: Results, validation: Validation) -> str:
     )
 
 
-def write_report(
-    paths: Sequence[str | Path], out: str | Path, plots: str | Path | None = None, *, png: bool = True
-) -> list[Path]:
-    """Write the page, and its charts as files if ``plots`` is a folder; returns what was written."""
-    results = read_results(paths)
+def write_page(text: str, charts: Iterable[Chart], out: str | Path, plots: str | Path | None) -> list[Path]:
     page = Path(out)
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(build_report(results, validate(*repository_results())))
+    replace_text(page, printable(text))  # XML has no place for control characters
     written = [page]
     if plots is not None:
-        folder = Path(plots)
-        folder.mkdir(parents=True, exist_ok=True)
-        for chart in all_charts(results.quality, results.selections):
-            picture = folder / f"{chart.key}.svg"
-            picture.write_text(chart_svg(chart))
-            written.append(picture)
-            if png:
-                chart_png(chart, picture.with_suffix(".png"))
-                written.append(picture.with_suffix(".png"))
+        Path(plots).mkdir(parents=True, exist_ok=True)
+        for chart in charts:
+            written.append(Path(plots) / f"{chart.key}.svg")
+            replace_text(written[-1], printable(chart_svg(chart)))
     return written
 
 
-def _badge(label: str) -> str:
+def badge(label: str) -> str:
     return f'<span class="badge">{escape(label)}</span>'
 
 
-def _figures(charts: Sequence[Chart]) -> str:
-    figures = []
+def legend(labels: dict[str, str]) -> str:
+    return "<dl>" + "".join(f"<dt>{badge(label)}</dt><dd>{escape(text)}</dd>" for label, text in labels.items()) + "</dl>"
+
+
+def figures(charts: Iterable[Chart]) -> str:
+    drawn = []
     for chart in charts:
         caption = f"<figcaption>{escape(chart.note)}</figcaption>" if chart.note else ""
-        figures.append(f'<figure id="{chart.key}">{chart_svg(chart, standalone=False)}{caption}</figure>')
-    return f'<div class="charts">{"".join(figures)}</div>'
+        drawn.append(f'<figure id="{escape(chart.key)}">{chart_svg(chart, standalone=False)}{caption}</figure>')
+    return f'<div class="charts">{"".join(drawn)}</div>'
 
 
-def _timeline(one: Timeline) -> str:
-    drawn = f'<div class="wide">{timeline_svg(one.panels)}</div>'
-    return f"<figure>{drawn}<figcaption>{_badge(one.label)} {escape(one.setting)}</figcaption></figure>"
+def timeline(one: Timeline) -> str:
+    """Drawn twice: in full, and narrow for a phone."""
+    drawn = (
+        f'<div class="broad">{timeline_svg(one.panels)}</div><div class="narrow">{timeline_svg(one.panels, width=NARROW)}</div>'
+    )
+    return f"<figure>{drawn}<figcaption>{badge(one.label)} {escape(one.setting)}</figcaption></figure>"
 
 
-def _planned_timeline() -> str:
-    case = reference_case(link="nccl-no-p2p")
-    panels = [planned_panel(case, wiring) for wiring in ("standard", "ladder")]
-    caption = "Llama-3-70B, one of 8 H100 with P2P off, batch 1, one decode step in the middle of the model. Planned."
-    return f'<figure><div class="wide">{timeline_svg(panels)}</div><figcaption>{caption}</figcaption></figure>'
-
-
-def _table(table: Table) -> str:
-    head = "".join(f"<th>{escape(column)}</th>" for column in table.columns)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+def table(one: Table, bars: Bars | None = None) -> str:
+    one = _without_constants(one)
+    head = "".join(f"<th>{escape(column)}</th>" for column in one.columns)
+    body = "".join(f"<tr>{''.join(map(_cell, one.columns, row))}</tr>" for row in one.rows)
     return (
-        f'<h3>{escape(table.title)} {_badge(table.label)}</h3><p class="quiet">{escape(table.source)}</p>'
+        f'<h3>{escape(one.title)} {badge(one.label)}</h3><p class="quiet">{escape(one.source)}</p>{_bars(bars) if bars else ""}'
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
-def _validation(validation: Validation) -> str:
-    rows = [
-        (
-            line["target"],
-            f"{line['target_percent']:.0f} %",
-            f"{line['inside']} of {line['checked']}",
-            f"{line['worst_percent']:+.1f} %",
-            line["worst_point"],
-        )
-        for line in validation.summary()
-    ]
-    columns = ("checked against", "target", "within", "worst error", "where")
-    summary = _table(Table("Checked points", "paper", "ladder plan validate", columns, tuple(rows)))
-    misses = [c for c in validation.comparisons if c.status in ("miss", "FAIL")]
-    lines = "".join(
-        f"<tr><td>{escape(c.point.name)}</td><td>{c.point.measured:.3f}</td><td>{c.predicted:.3f}</td>"
-        f'<td>{c.error_percent:+.1f} %</td><td class="why">{escape(c.known_miss.why if c.known_miss else "")}</td></tr>'
-        for c in misses
+def _without_constants(one: Table) -> Table:
+    """What is alike in every one of many rows is said once, above the table."""
+    constant = [k for k in range(1, len(one.columns)) if len({row[k] for row in one.rows}) == 1] if len(one.rows) > 4 else []
+    if not constant:
+        return one
+    kept = [k for k in range(len(one.columns)) if k not in constant]
+    said = ", ".join(f"{one.columns[k]} {one.rows[0][k]}" for k in constant if one.rows[0][k])
+    rows = tuple(tuple(row[k] for k in kept) for row in one.rows)
+    source = "; ".join(part for part in (one.source, said) if part)
+    return replace(one, source=source, columns=tuple(one.columns[k] for k in kept), rows=rows)
+
+
+def _cell(column: str, text: str) -> str:
+    return (
+        f'<td data-label="{escape(column, quote=True)}">{escape(text)}</td>'  # a phone shows the column's name beside each cell
     )
-    head = "<tr><th>outside its target</th><th>measured</th><th>planned</th><th>error</th><th>why</th></tr>"
-    return f'{summary}<h3>Where the plan is wrong</h3><div class="wide"><table>{head}{lines}</table></div>'
+
+
+def _bars(one: Bars) -> str:
+    longest = max(value for _, value, _ in one.values) or 1.0
+    rows = (
+        f'<span>{escape(name)}</span><i style="width:{100 * value / longest:.1f}%"></i><b>{escape(text)}</b>'
+        for name, value, text in one.values
+    )
+    return f'<div class="bars">{"".join(rows)}</div>'

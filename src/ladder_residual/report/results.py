@@ -1,18 +1,29 @@
-"""Result files for the report: read, told apart, and turned into tables. What a file is, it says itself."""
+"""Result files: read, told apart, and turned into tables, charts and timelines. A file says itself what it is."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from .hardware import shipped
-from .points import result_points
-from .selection_chart import selection_chart
-from .trace import Panel, read_trace
+from ..adapt.selection_chart import selection_chart
+from ..common.charts import Chart
+from ..plan.hardware import shipped
+from ..plan.points import emulated_rank_points
+from ..trace.panel import Panel, read_trace
+from .figures import hybrid_chart, quality_chart, recovery_chart, step_chart
+from .words import cell, facts_of, heading, readable
 
+# Sections of the page, in order; the last only on request.
+COMPARISON, QUALITY, PLAN, OTHER, VALIDATION = (
+    "Comparison",
+    "Quality",
+    "Plan",
+    "Other measurements",
+    "How well the plan predicts",
+)
 FIRST_RANK = ", rank 0"  # at the end of the title of a recorded panel
 
 
@@ -23,6 +34,15 @@ class Table:
     source: str  # where the numbers come from, and how to get them again
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    section: str = OTHER
+
+
+@dataclass(frozen=True)
+class Bars:
+    """One number for each of a few things, drawn above the table of the same title."""
+
+    table: str
+    values: tuple[tuple[str, float, str], ...]  # name, number, and the number as text
 
 
 @dataclass(frozen=True)
@@ -34,15 +54,19 @@ class Timeline:
     label: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class Results:
-    tables: tuple[Table, ...]
-    quality: tuple[Mapping[str, Any], ...]
-    timelines: tuple[Timeline, ...] = ()
-    selections: tuple[Mapping[str, Any], ...] = ()  # curves of `ladder convert --wiring auto`, with a name
+    validation: bool = False  # show the planner's prediction beside what was emulated
+    summary: list[str] = field(default_factory=list)  # a sentence for each result, first on the page
+    tables: list[Table] = field(default_factory=list)
+    bars: list[Bars] = field(default_factory=list)
+    charts: list[Chart] = field(default_factory=list)
+    timelines: list[Timeline] = field(default_factory=list)
+    quality: list[Mapping[str, Any]] = field(default_factory=list)  # drawn in one chart
+    evaluations: list[Mapping[str, Any]] = field(default_factory=list)  # one table
 
 
-def read_results(paths: Iterable[str | Path]) -> Results:
+def files_of(paths: Iterable[str | Path]) -> list[Path]:
     """Directories mean the JSON files under them."""
     files: list[Path] = []
     for path in map(Path, paths):
@@ -50,109 +74,131 @@ def read_results(paths: Iterable[str | Path]) -> Results:
         if not found:
             raise ValueError(f"{path} holds no JSON results")
         files += found
-    tables: list[Table] = []
-    quality: list[Mapping[str, Any]] = []
-    timelines: list[Timeline] = []
-    selections: list[Mapping[str, Any]] = []
-    for file in files:
+    return files
+
+
+def read_results(paths: Iterable[str | Path], *, validation: bool = False) -> Results:
+    results = Results(validation)
+    for file in files_of(paths):
         document = _load(file)
-        if "selection" in document:  # a healing run that chose its layers first
-            selections.append(_selection(document["selection"], document, file))
-        if "traceEvents" in document:
-            timelines.append(_timeline(document, file))
-        elif document.get("kind") == "plan":
-            tables.append(_plan_table(document, file))
-        elif document.get("benchmark") == "overlap":
-            tables.append(_overlap_table(document, file))
-        elif "quality" in document:
-            quality.append({"name": file.stem, **document})
-            _check_quality(document, file)
-        elif "curves" in document:
-            selections.append(_selection(document, document, file))
-        elif "models" in document and "tasks" in document:
-            tables.append(_tasks_table(document, file))
-        elif "points" in document or (document.get("benchmark") == "decode" and document.get("emulated")):
-            tables.append(_emulated_table(document, file))
-        elif _list_of_rows(document) is not None:
-            tables.append(_plain_table(document, file))
-        else:
+        kinds = [kind for kind in KINDS if kind.matches(document)]
+        if not kinds:
             raise ValueError(
-                f"{file} is no result this page knows: it has {', '.join(list(document)[:8]) or 'no fields'}; "
-                "expected kind = plan, benchmark = overlap, quality, curves, points, rows, runs, or a trace of `ladder trace`"
+                f"{file} is no result this page knows: it has {', '.join(key[:40] for key in list(document)[:8]) or 'no fields'}; "
+                f"expected a {', a '.join(kind.what for kind in KINDS)}"
             )
-    return Results(tuple(tables), tuple(quality), tuple(timelines), tuple(selections))
+        # A recovery run may hold the selection of its layers beside its own rows.
+        for kind in kinds if kinds[0].what == SELECTION else kinds[:1]:
+            try:
+                kind.read(results, document, file)
+            except MemoryError:
+                raise
+            except Exception as error:  # a file may hold anything: other types, numbers beyond floats, layers within layers
+                raise ValueError(f"{file} is no {kind.what} that can be shown; missing or wrong: {str(error)[:200]}") from error
+    if results.quality:
+        results.charts.append(quality_chart(results.quality))
+    if results.evaluations:
+        _add_evaluations(results)
+    return results
 
 
 def _load(file: Path) -> dict[str, Any]:
     try:
-        document = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        document = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a readable JSON result: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{file} must hold a JSON object, found {type(document).__name__}")
     return document
 
 
-def _timeline(document: Mapping[str, Any], file: Path) -> Timeline:
-    try:
-        panels = read_trace(document)
-        about = document["otherData"]
-        # Of a recorded run every rank has its panels; the first rank's are drawn.
-        first = [replace(p, title=p.title.removesuffix(FIRST_RANK)) for p in panels if p.title.endswith(FIRST_RANK)]
-        return Timeline(tuple(first or panels), str(about["setting"]), str(about["label"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise ValueError(f"{file} is a trace, but none that `ladder trace` wrote; missing or wrong: {error}") from error
+def _read_trace(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    panels, about = read_trace(document), document["otherData"]
+    # Of a recorded run every rank has its panels; the first rank's are drawn.
+    first = [replace(p, title=p.title.removesuffix(FIRST_RANK)) for p in panels if p.title.endswith(FIRST_RANK)]
+    results.timelines.append(Timeline(tuple(first or panels), str(about["setting"]), str(about["label"])))
 
 
-def _check_quality(document: Mapping[str, Any], file: Path) -> None:
-    try:
-        points = [(float(row["converted_layers"]), float(row["value"])) for row in document["quality"]]
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(
-            f"{file}: quality must be a list of converted_layers and value, both numbers; wrong: {error}"
-        ) from error
-    if not points:
-        raise ValueError(f"{file}: quality has no points")
+def _read_quality(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    if not document["quality"]:
+        raise ValueError("it has no points")
+    quality_chart([document])
+    results.quality.append({"name": file.stem, **document})
 
 
-def _selection(found: Mapping[str, Any], document: Mapping[str, Any], file: Path) -> Mapping[str, Any]:
-    named = {
-        "name": str(document.get("model") or file.parent.name).partition(" (")[0],
-        "curves": found.get("curves"),
-        "original": found.get("original"),
-    }
-    try:
-        selection_chart(named)
-    except (KeyError, TypeError, ValueError, AttributeError, StopIteration) as error:
-        raise ValueError(
-            f"{file}: no curves as `ladder convert --wiring auto` writes them; missing or wrong: {error}"
-        ) from error
-    return named
+def _read_selection(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    name = str(document.get("model") or file.parent.name).partition(" (")[0]
+    title, key = f"{name}: loss by converted layers", _key(results, "selection", file)
+    results.charts.append(selection_chart(document.get("selection", document), key=key, title=title))
 
 
-def _tasks_table(document: Mapping[str, Any], file: Path) -> Table:
+def _read_tasks(results: Results, document: Mapping[str, Any], file: Path) -> None:
     """Accuracies in per cent with their standard errors: a row for each model."""
-    try:
-        tasks = tuple(next(iter(document["models"].values())))
-        rows = tuple(
-            (name, *(f"{100 * scores[task]['value']:.1f} ± {100 * scores[task]['stderr']:.1f}" for task in tasks))
-            for name, scores in document["models"].items()
-        )
-    except (KeyError, TypeError, AttributeError, StopIteration) as error:
-        raise ValueError(f"{file}: no tasks as `ladder eval` scores them; missing or wrong: {error!r}") from error
-    return Table(f"Tasks: {file.parent.name}", "measured", str(document["tasks"]), ("model", *tasks), rows)
+    tasks = tuple(next(iter(document["models"].values())))
+    rows = tuple(
+        (name, *(f"{100 * scores[task]['value']:.1f} ± {100 * scores[task]['stderr']:.1f}" for task in tasks))
+        for name, scores in document["models"].items()
+    )
+    columns = ("model", *map(readable, tasks))
+    results.tables.append(Table(f"Tasks: {file.parent.name}", "measured", str(document["tasks"]), columns, rows, QUALITY))
 
 
-def _need(document: Mapping[str, Any], file: Path, *keys: str) -> None:
-    missing = [key for key in keys if key not in document]
-    if missing:
-        raise ValueError(f"{file} lacks {', '.join(missing)}")
+def _read_evaluation(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    shown = [row for row in document["rows"] if row.get("shown", True)]
+    found = {row["task"]: (float(row["value"]), row.get("stderr"), row["metric"]) for row in shown}
+    perplexity = document.get("perplexity")
+    if not found and not perplexity:
+        raise ValueError("it has neither a task nor a perplexity")
+    measured = {"name": str(document.get("model") or file.stem), "tasks": found, "wiring": document.get("wiring", "")}
+    results.evaluations.append(
+        measured | {"ppl": float(perplexity["ppl"]) if perplexity else None, "facts": facts_of(document)}
+    )
 
 
-def _plan_table(document: Mapping[str, Any], file: Path) -> Table:
+def _add_evaluations(results: Results) -> None:
+    """Every evaluation in one table; the first is what the others are compared with."""
+    tasks = list(dict.fromkeys(task for one in results.evaluations for task in one["tasks"]))
+    first = results.evaluations[0]
     rows = []
-    for row in document.get("rows", []):
-        _need(row, file, "tp", "link", "batch", "tokens_per_second", "memory_total_gb", "speedup")
+    for one in results.evaluations:
+        scores = [_score(*one["tasks"][task][:2]) if task in one["tasks"] else "" for task in tasks]
+        rows.append((one["name"], one["wiring"], "" if one["ppl"] is None else f"{one['ppl']:.2f}", *scores))
+        if one is not first and one["ppl"] and first["ppl"]:
+            results.summary.append(f"{one['name']}: perplexity {one['ppl']:.2f} against {first['ppl']:.2f} of {first['name']}.")
+    columns = ("model", "wiring", "perplexity", *map(readable, tasks))
+    title = "Perplexity and tasks"
+    results.tables.append(Table(title, "measured", f"ladder eval; {first['facts']}", columns, tuple(rows), QUALITY))
+    values = tuple((one["name"], one["ppl"], f"{one['ppl']:.2f}") for one in results.evaluations if one["ppl"])
+    if values and max(ppl for _, ppl, _ in values) < 10 * min(ppl for _, ppl, _ in values):  # else all but one would be a dot
+        results.bars.append(Bars(title, values))
+
+
+def _score(value: float, error: float | None) -> str:
+    return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
+
+
+def _read_recovery(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    """``adapt.json`` of a recovered checkpoint: the held-out losses before and after, and what was left of the gap."""
+    name = str(document["student"])
+    rows = []
+    for text, found in document["texts"].items():
+        teacher, gap = found.get("teacher"), found.get("gap_closed_percent")
+        after = f"{found['after']:.4f}"
+        rows.append((text, cell(found.get("before")), after, cell(teacher), "" if gap is None else f"{gap:.0f} %"))
+        closed = "" if gap is None else f", {gap:.0f} % of the gap to the teacher closed"
+        before = f"from {found['before']:.4f} " if found.get("before") is not None else ""
+        results.summary.append(f"{name}, recovery on {text}: held-out loss {before}to {after}{closed}.")
+    columns = ("held-out text", "loss before", "loss after", "loss of the teacher", "gap closed")
+    share = f"{document['share_of_text_percent']:.0f} % of the text"
+    source = f"ladder adapt; {document['tokens']:,} tokens in {document['steps']:,} steps, {share}"
+    results.tables.append(Table(f"Recovery: {name}", "measured", source, columns, tuple(rows), QUALITY))
+    if document.get("curve"):
+        results.charts.append(recovery_chart(_key(results, "recovery", file), name, document))
+
+
+def _read_plan(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    rows = []
+    for row in document["rows"]:
         gains = row["speedup"]
         best = max((name for name in gains if name.startswith("ladder")), key=lambda name: gains[name])
         rows.append(
@@ -169,6 +215,8 @@ def _plan_table(document: Mapping[str, Any], file: Path) -> Table:
                 f"{gains['no-comm']:.2f}x",
             )
         )
+        if row.get("advice"):
+            results.summary.append(f"Planned: {row['advice']}")
     columns = (
         "model",
         "tp",
@@ -179,16 +227,17 @@ def _plan_table(document: Mapping[str, Any], file: Path) -> Table:
         "ladder",
         "best ladder",
         "parallel",
-        "no-comm",
+        "no communication",
     )
-    return Table(f"Plan: {file.stem}", "planned", "ladder plan --json", columns, tuple(rows))
+    results.tables.append(Table(f"Plan: {file.stem}", "planned", "ladder plan --json", columns, tuple(rows), PLAN))
+    if hybrid := [row for row in document["rows"] if row.get("hybrid")]:
+        results.charts.append(hybrid_chart(_key(results, "hybrid", file), hybrid))
 
 
-def _overlap_table(document: Mapping[str, Any], file: Path) -> Table:
-    _need(document, file, "rows", "link", "tp", "batch")
+def _read_overlap(results: Results, document: Mapping[str, Any], file: Path) -> None:
     rows = tuple(
         (
-            row["wiring"],
+            readable(row["wiring"]),
             f"{row['median_ms']:.2f}",
             f"{row['p25_ms']:.2f} to {row['p75_ms']:.2f}" if "p25_ms" in row else "",
             f"{row['speedup']:.2f}x" if "speedup" in row else "",
@@ -196,44 +245,97 @@ def _overlap_table(document: Mapping[str, Any], file: Path) -> Table:
         )
         for row in document["rows"]
     )
-    facts = [f"tp {document['tp']}", f"batch {document['batch']}", str(document["link"])]
-    facts += [f"{key} {document[key]}" for key in ("machine", "torch", "date") if key in document]
     columns = ("wiring", "ms per step, median", "quartiles", "speed-up", "communication hidden")
-    return Table(f"Overlap: {file.stem}", "measured", "ladder bench overlap; " + ", ".join(facts), columns, rows)
+    where = f"tp {document['tp']}, batch {document['batch']}, {document['link']}"
+    title = f"{document.get('model', 'Decode steps')}: {where}"
+    results.tables.append(Table(title, "measured", f"ladder bench overlap; {facts_of(document)}", columns, rows, COMPARISON))
+    steps = tuple((readable(row["wiring"]), float(row["median_ms"]), f"{row['median_ms']:.1f} ms") for row in document["rows"])
+    results.bars.append(Bars(title, steps))
+    converted = [row for row in document["rows"] if row["wiring"] not in ("standard", "no-comm") and row.get("speedup")]
+    if converted:
+        best = max(converted, key=lambda row: row["speedup"])
+        hidden = best.get("hidden_percent")
+        share = f", {hidden:.0f} % of the communication hidden" if hidden is not None else ""
+        step = f"{best['median_ms']:.1f} ms a step{share}"
+        results.summary.append(
+            f"Measured, {where}: {best['wiring']} decodes {best['speedup']:.2f}x as fast as standard ({step})."
+        )
 
 
-def _emulated_table(document: Mapping[str, Any], file: Path) -> Table:
-    rows = []
-    for point in result_points([file], "engine", shipped()):
-        ours = point.predicted()
-        # Agreement with a point that constants were fitted on is no evidence, so none is shown.
-        error = f"{100 * (ours / point.measured - 1):+.1f} %" if point.role == "check" else "fitted on it"
-        rows.append((point.group, point.wiring, str(point.batch), point.link, f"{point.measured:.2f}", f"{ours:.2f}", error))
-    columns = ("engine", "wiring", "batch", "all-reduce", "emulated, ms", "planned, ms", "error of the plan")
-    facts = [f"{key} {document[key]}" for key in ("gpu", "torch", "triton", "commit", "date") if document.get(key)]
-    source = document.get("source") or "; ".join(["ladder bench decode", *facts] if facts else [file.name])
-    return Table(f"Emulated rank: {file.stem}", "emulated", str(source), columns, tuple(rows))
+def _read_emulated(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    """Steps of an emulated rank: a table, and a chart for each batch that was timed over several links; the plan of each for validation."""
+    rows, checked, points = [], [], emulated_rank_points(document, "engine", shipped())
+    standard = {(p.group, p.batch, p.link): p.measured for p in points if p.wiring == "standard"}
+    for point in points:
+        gain = standard.get((point.group, point.batch, point.link), 0.0) / point.measured
+        where = (point.wiring, str(point.batch), point.link, point.group)
+        rows.append((*where, f"{point.measured:.2f}", f"{gain:.2f}x" if gain else ""))
+        planned = point.predicted()
+        # A point that constants were fitted on agrees by construction, so no error is shown.
+        error = f"{100 * (planned / point.measured - 1):+.1f} %" if point.role == "check" else "fitted on it"
+        checked.append((*where, f"{point.measured:.2f}", f"{planned:.2f}", error))
+    title = f"Emulated rank: {file.stem}"
+    where_columns: tuple[str, ...] = ("wiring", "batch", "all-reduce", "engine")
+    source = str(document.get("source") or f"ladder bench decode; {facts_of(document)}")
+    columns = where_columns + ("ms per step", "speed-up")
+    results.tables.append(Table(title, "emulated", source, columns, tuple(rows), COMPARISON))
+    if results.validation:
+        columns = where_columns + ("emulated, ms", "planned, ms", "error of the plan")
+        results.tables.append(Table(title, "emulated", source, columns, tuple(checked), VALIDATION))
+    for group, batch in dict.fromkeys((point.group, point.batch) for point in points):
+        mine = [point for point in points if (point.group, point.batch) == (group, batch)]
+        if len({point.link for point in mine}) > 1:
+            title = f"{group}, tp {mine[0].tp}, batch {batch}"
+            results.charts.append(step_chart(_key(results, "steps", file), title, mine, planned=results.validation))
 
 
-def _list_of_rows(document: Mapping[str, Any]) -> list[dict[str, Any]] | None:
+def _read_rows(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    """Any other list of rows: every scalar column, under a readable name."""
+    rows = _rows(document)
+    columns = tuple(dict.fromkeys(k for row in rows for k, v in row.items() if isinstance(v, str | int | float | type(None))))
+    cells = tuple(tuple(cell(row.get(column)) for column in columns) for row in rows)
+    label = "emulated" if "emulated" in json.dumps(document)[:4000] else "measured"
+    title = f"{readable(str(document.get('benchmark', 'Results')))}: {file.stem}"
+    results.tables.append(Table(title, label, facts_of(document), tuple(map(heading, columns)), cells))
+
+
+def _rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key in ("rows", "results", "runs"):
         rows = document.get(key)
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             return rows
-    return None
+    return []
 
 
-def _plain_table(document: Mapping[str, Any], file: Path) -> Table:
-    """Any other list of rows: every scalar column, as it is."""
-    rows = _list_of_rows(document) or []
-    columns = tuple(dict.fromkeys(k for row in rows for k, v in row.items() if isinstance(v, str | int | float | type(None))))
-    cells = tuple(tuple(_cell(row.get(column)) for column in columns) for row in rows)
-    facts = [f"{key} {value}" for key, value in document.items() if isinstance(value, str | int | float)]
-    label = "emulated" if "emulated" in json.dumps(document)[:4000] else "measured"
-    return Table(str(document.get("benchmark", file.stem)), label, "; ".join(facts[:12]), columns, cells)
+def _key(results: Results, kind: str, file: Path) -> str:
+    """A file name of its own for a chart."""
+    return f"{kind}-{file.stem}-{len(results.charts)}"
 
 
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+class Kind(NamedTuple):
+    what: str
+    matches: Callable[[Mapping[str, Any]], Any]
+    read: Callable[[Results, Mapping[str, Any], Path], None]
+
+
+SELECTION = "selection of `ladder convert --wiring auto`"
+KINDS = (
+    Kind(SELECTION, lambda d: "selection" in d or "curves" in d, _read_selection),
+    Kind("trace of `ladder trace`", lambda d: "traceEvents" in d, _read_trace),
+    Kind("result of `ladder adapt`", lambda d: d.get("kind") == "adapt", _read_recovery),
+    Kind(
+        "result of `ladder eval --out`",
+        lambda d: str(d.get("format", "")).startswith("ladder-residual evaluation"),
+        _read_evaluation,
+    ),
+    Kind("plan of `ladder plan --json`", lambda d: d.get("kind") == "plan", _read_plan),
+    Kind("result of `ladder bench overlap`", lambda d: d.get("benchmark") == "overlap", _read_overlap),
+    Kind("list of converted_layers and value under `quality`", lambda d: "quality" in d, _read_quality),
+    Kind("table of `ladder eval`", lambda d: "models" in d and "tasks" in d, _read_tasks),
+    Kind(
+        "result of `ladder bench decode` on an emulated rank",
+        lambda d: "points" in d or (d.get("benchmark") == "decode" and d.get("emulated")),
+        _read_emulated,
+    ),
+    Kind("list of rows", _rows, _read_rows),
+)

@@ -1,6 +1,6 @@
 """Record what the CUDA engine really did: the kernels of one replayed decode step, as torch.profiler saw them on the device.
 
-One GPU holds one rank, so the all-reduces are emulated (``engine/emulate.py``) and the picture says so; every kernel is real.
+One GPU holds one rank, so the all-reduces are emulated (``engine/reducers.py``) and the picture says so; every kernel is real.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from .plan.schedule import COMM, COMPUTE, LANE
-from .plan.trace import Panel, Span, layer_us, waiting_spans, write_trace
-from .trace_run import EMBEDDING_SUM, hidden_percent, in_rows
+from ..plan.schedule import COMM, COMPUTE, COMPUTE_2
+from .panel import EMBEDDING, Panel, Span, hidden_percent, in_rows, layer_us, waiting_spans, write_trace
 
 if TYPE_CHECKING:
-    from .engine.decoder import DecodeEngine
+    from ..engine.engine import DecodeEngine
 
-SUM, READS_STREAM, ATTENDS = "copy_that_lasts", ("norm_project", "norm_walk"), "decode_attention"  # tell modules apart
-AROUND = ("embed", "step_positions")  # kernels before the first and after the last module
+# Prefixes of kernel names, which tell modules apart.
+ALL_REDUCE, READS_STREAM, ATTENTION = "timed_copy", ("norm_gemv", "persistent_norm_gemv"), "decode_attention"
+AROUND = ("embed", "advance_positions")  # kernels before the first and after the last module
 
 
 class Kernel(NamedTuple):
@@ -38,12 +38,12 @@ def read_kernels(document: dict[str, Any]) -> list[Kernel]:
     return sorted(kernels, key=lambda kernel: kernel.start)
 
 
-def engine_spans(kernels: Iterable[Kernel], lanes: int = 1, sums_of: Sequence[int] = ()) -> list[Span]:
-    """Modules and sums of one step at batch 1. A module begins with the kernel that reads the stream; attention is the one that
-    attends; what is left after the last layer is the head. A replayed graph runs one lane on whatever streams it likes, so only
-    two lanes are taken apart by them. ``sums_of``: the layer of each sum in turn; two a layer unless said."""
+def engine_spans(kernels: Iterable[Kernel], num_chains: int = 1, all_reduce_layers: Sequence[int] = ()) -> list[Span]:
+    """Modules and all-reduces of one step at batch 1. A module begins with the kernel that reads the residual stream; attention has an
+    attention kernel; what is left after the last layer is the head. A replayed graph runs one chain on any CUDA streams, so only two
+    chains are told apart by them. ``all_reduce_layers``: the layer of each all-reduce in turn; by default two a layer."""
     kernels = sorted(kernels, key=lambda kernel: kernel.start)
-    if lanes == 1:
+    if num_chains == 1:
         kernels = [kernel._replace(stream=0) for kernel in kernels]
     modules = sorted(
         (m for stream in _by_stream(kernels).values() for m in _modules(stream)), key=lambda module: module[0].start
@@ -51,18 +51,19 @@ def engine_spans(kernels: Iterable[Kernel], lanes: int = 1, sums_of: Sequence[in
     seen = {"attention": 0, "MLP": 0}
     spans = []
     for index, module in enumerate(modules):
-        name = "attention" if any(k.name.startswith(ATTENDS) for k in module) else "MLP"
+        name = "attention" if any(k.name.startswith(ATTENTION) for k in module) else "MLP"
         if index == len(modules) - 1:
             name, layer = "head", seen["MLP"] - 1
         else:
             layer = seen[name]
             seen[name] += 1
-        row = COMPUTE if lanes == 1 or name == "attention" else LANE
+        row = COMPUTE if num_chains == 1 or name == "attention" else COMPUTE_2
         spans.append(Span(row, name, layer, module[0].start, module[-1].end))
-    sums = [kernel for kernel in kernels if kernel.name.startswith(SUM)]
-    for number, kernel in enumerate(sums):
-        name = EMBEDDING_SUM if number == 0 else "all-reduce"
-        layer = sums_of[number - 1] if 0 < number <= len(sums_of) else max(number - 1, 0) // 2
+    all_reduces = [kernel for kernel in kernels if kernel.name.startswith(ALL_REDUCE)]
+    for number, kernel in enumerate(all_reduces):
+        name = EMBEDDING if number == 0 else "all-reduce"
+        known = 0 < number <= len(all_reduce_layers)
+        layer = all_reduce_layers[number - 1] if known else max(number - 1, 0) // 2
         spans.append(Span(COMM, name, layer, kernel.start, kernel.end))
     return spans + waiting_spans(spans)
 
@@ -70,7 +71,7 @@ def engine_spans(kernels: Iterable[Kernel], lanes: int = 1, sums_of: Sequence[in
 def _by_stream(kernels: Sequence[Kernel]) -> dict[int, list[Kernel]]:
     found: dict[int, list[Kernel]] = {}
     for kernel in kernels:
-        if not kernel.name.startswith((SUM, *AROUND)):
+        if not kernel.name.startswith((ALL_REDUCE, *AROUND)):
             found.setdefault(kernel.stream, []).append(kernel)
     return found
 
@@ -106,33 +107,36 @@ def record_engine(
     """Record one step of every wiring at batch 1; writes ``trace.json`` and ``timeline.svg``."""
     import torch
 
-    from .bench.environment import environment
-    from .bench.gpu import Shard
-    from .engine.emulate import parse_link
+    from ..common.environment import environment
+    from ..engine.cuda.pdl import PdlMode
+    from ..engine.random_rank import RandomRank
+    from ..links import parse_link
+    from ..plan.models import resolve_model
 
-    if schedule not in ("auto", "one", "two"):
-        raise ValueError(f"a trace shows one or two lanes, got --schedule {schedule}: choose auto, one or two")
+    if schedule not in ("auto", "serial", "two_stream"):
+        raise ValueError(f"a trace shows modules, got --schedule {schedule}: choose auto, serial or two_stream")
     if not torch.cuda.is_available():
         raise ValueError("recording the engine needs a CUDA device; `ladder trace --tp 2` records CPU ranks")
     if tp < 2:
         raise ValueError(f"there is nothing to wait for with one rank, got --tp {tp}: emulate a rank of several")
-    shard = Shard(model, tp, layers=layers)
+    rank = RandomRank(*resolve_model(model), tp, layers=layers)
     panels, rows = [], []
     for wiring in wirings:
-        # A kernel that is launched before its input is there waits inside its own span, so nothing is launched early here.
-        asked: dict[str, Any] = dict(batch=1, max_context=context + 16, pdl=0)
-        engine = shard.engine(wiring, parse_link(link, tp=tp), **asked, schedule=schedule)
-        if engine.schedule == "woven":  # attention's kernels lie among the MLP's there: no modules to draw
+        # A kernel that is launched early waits inside its own span, so PDL is off here.
+        asked: dict[str, Any] = dict(batch=1, max_context=context + 16, pdl=PdlMode.OFF)
+        engine = rank.engine(wiring, parse_link(link, tp=tp), **asked, schedule=schedule)
+        if engine.schedule == "interleaved":  # attention's kernels lie among the MLP's there: no modules to draw
             times = engine.step_ms
             del engine
-            faster = "two" if times.get("two", math.inf) < times["one"] else "one"
-            engine = shard.engine(wiring, parse_link(link, tp=tp), **asked, schedule=faster)
+            faster = "two_stream" if times.get("two_stream", math.inf) < times["serial"] else "serial"
+            engine = rank.engine(wiring, parse_link(link, tp=tp), **asked, schedule=faster)
         kernels = profile_step(engine, context)
         zero = kernels[0].start
         spans = [
-            replace(s, start=s.start - zero, end=s.end - zero) for s in engine_spans(kernels, engine.lanes, engine.sums_of)
+            replace(s, start=s.start - zero, end=s.end - zero)
+            for s in engine_spans(kernels, engine.num_chains, engine.all_reduce_layers)
         ]
-        title = f"{wiring}, {engine.schedule} lane{'s' if engine.lanes > 1 else ''}"
+        title = f"{wiring}, {engine.schedule}"
         panels.append(Panel(title, in_rows(spans), layer_us(spans), hidden_percent(spans), "emulated"))
         rows.append({"wiring": wiring, "schedule": engine.schedule, "layer_us": panels[-1].layer_us,
                      "step_us": max(s.end for s in spans), "hidden_percent": panels[-1].hidden_percent})  # fmt: skip
@@ -140,7 +144,7 @@ def record_engine(
         torch.cuda.empty_cache()
     setting = (
         f"{model}, {layers} layers, one rank of tp {tp}, batch 1, context {context}; "
-        f"kernels recorded without early launch, all-reduces emulated: {link}"
+        f"kernels recorded without PDL, all-reduces emulated: {link}"
     )
     about = {"kind": "trace", "setting": setting, "label": "emulated", "tp": tp, "link": link, "wirings": rows, **environment()}
     trace, picture = write_trace(panels, about, folder)

@@ -6,20 +6,22 @@ Everything here works on plain spans (row, name, start, end in microseconds), so
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from .planner import Case
-from .schedule import Timeline, is_communication
+from ..plan.planner import Case
+from ..plan.schedule import COMM, Timeline, is_communication
 
 WAITING = "waiting"
+EMBEDDING, LOGITS = "embedding all-reduce", "logits"  # of a sharded vocabulary: no wiring can hide them
 
 
 @dataclass(frozen=True)
 class Span:
-    row: str  # the stream: compute, compute lane 2, communication
+    row: str  # the stream: compute, compute 2, communication
     name: str
     layer: int
     start: float
@@ -58,7 +60,7 @@ def waiting_spans(spans: Iterable[Span]) -> list[Span]:
             low, high = max(comm.start, reach), min(comm.end, start)
             if high - low > 1e-6:
                 waits.append(Span(rows[0], WAITING, comm.layer, low, high))
-                reach = high  # of two sums in flight at once the time is counted once
+                reach = high  # of two all-reduces in flight at once the time is counted once
         reach = max(reach, stop)
     return waits
 
@@ -71,13 +73,38 @@ def planned_panel(case: Case, wiring: str, *, prefill: bool = False) -> Panel:
 
 
 def layer_us(spans: Sequence[Span]) -> float:
-    """Length of a layer in the middle, where the schedule has settled: start of its attention to that of the next."""
+    """Length of a layer in the middle, where the schedule repeats: start of its attention to that of the next."""
     starts = {s.layer: s.start for s in spans if not is_communication(s.row) and s.name.startswith("attention")}
     layers = max((s.layer for s in spans), default=0) + 1
     middle = layers // 2
     if middle in starts and middle + 1 in starts:
         return starts[middle + 1] - starts[middle]
     return (max(s.end for s in spans) - min(s.start for s in spans)) / layers if spans else 0.0
+
+
+def hidden_percent(spans: Iterable[Span]) -> float:
+    """Of the time the layers' all-reduces are in flight, the share in which nobody waits for them; 100 where there are none."""
+    spans = list(spans)
+    edges = [(s.start, s.end) for s in spans if s.name in (EMBEDDING, LOGITS)]
+    total = sum(s.end - s.start for s in spans if is_communication(s.row) and (s.start, s.end) not in edges)
+    waiting = sum(
+        s.end - s.start
+        for s in spans
+        if s.name == WAITING and not any(start <= (s.start + s.end) / 2 <= end for start, end in edges)
+    )
+    return 100.0 if total == 0 else max(0.0, 100 * (1 - waiting / total))
+
+
+def in_rows(spans: Iterable[Span]) -> list[Span]:
+    """All-reduces in flight at the same time on rows of their own, so that none is drawn over another."""
+    placed, ends = [], [0.0]
+    for span in sorted(spans, key=lambda s: s.start):
+        if span.row == COMM:
+            row = next((k for k, end in enumerate(ends) if end <= span.start), len(ends))
+            ends[row : row + 1] = [span.end]
+            span = replace(span, row=COMM if row == 0 else f"{COMM} {row + 1}")
+        placed.append(span)
+    return placed
 
 
 def chrome_trace(panels: Sequence[Panel], about: Mapping[str, Any]) -> dict[str, Any]:
@@ -118,10 +145,16 @@ def read_trace(document: Mapping[str, Any]) -> list[Panel]:
             row, layer = rows[process, event["tid"]], int(event["args"]["layer"])
             spans.setdefault(process, []).append(Span(row, event["name"], layer, start, start + float(event["dur"])))
     facts = document["otherData"]["panels"]
-    return [
+    panels = [
         Panel(fact["wiring"], spans[process], float(fact["layer_us"]), float(fact["hidden_percent"]), fact["label"])
         for process, fact in enumerate(facts, start=1)
     ]
+    times = [time for panel in panels for span in panel.spans for time in (span.start, span.end)]
+    if not all(
+        map(math.isfinite, [*times, *(number for panel in panels for number in (panel.layer_us, panel.hidden_percent))])
+    ):
+        raise ValueError("a time is NaN or infinite")
+    return panels
 
 
 def write_trace(

@@ -1,6 +1,6 @@
 """Record what really ran: decode steps of each wiring under torch.profiler, on every rank.
 
-Every module, every start of a sum and every wait for one is a named range of the profiler. On a CPU host the ranges themselves
+Every module, every start of an all-reduce and every wait for one is a named range of the profiler. On a CPU host the ranges themselves
 are the timeline. On CUDA the host only queues work, so the timeline is what the device did: the kernels queued inside a range,
 and NCCL's own kernels.
 """
@@ -21,20 +21,18 @@ from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile, record_function
 from transformers import PreTrainedModel
 
-from .bench.environment import environment
-from .bench.overlap import _Decoder, _sync, random_model
-from .loading import DTYPES, load_model
-from .model import decoder_layers
-from .parallel import World
-from .plan.schedule import COMM, COMPUTE, is_communication
-from .plan.trace import WAITING, Panel, Span, layer_us, waiting_spans, write_trace
-from .plan.trace_commands import check_request
-from .presets import ModelShape
-from .reduce import Pending, RecordingReducer, Reducer
+from ..common.environment import environment
+from ..core.reduce import Pending, RecordingReducer, Reducer
+from ..distributed.world import World
+from ..generation.decode_loop import DecodeLoop, synchronize
+from ..models.hf import decoder_layers
+from ..models.random_weights import load_or_random_model
+from ..plan.schedule import COMM, COMPUTE
+from .panel import EMBEDDING, LOGITS, WAITING, Panel, Span, hidden_percent, in_rows, layer_us, waiting_spans, write_trace
+from .request import check_request
 
 MARK = "ladder-residual"
 WARM_UP = 3  # the prompt, then two steps
-EMBEDDING_SUM, LOGITS = "embedding sum", "logits"  # of a sharded vocabulary: no wiring can hide them
 
 
 class Marks(RecordingReducer):
@@ -57,13 +55,13 @@ class Marks(RecordingReducer):
 
     def start(self, partial: Tensor) -> Pending:
         name, layer = self._last
-        number = len(self._tickets)
-        with _range("start", EMBEDDING_SUM if name == "embedding" else f"all-reduce of {name}", layer, number):
+        number = len(self.reductions)
+        with _range("start", EMBEDDING if name == "embedding" else f"all-reduce of {name}", layer, number):
             return super().start(partial)
 
-    def finish(self, pending: Pending) -> Tensor:
-        with _range("wait", "wait", 0, self._ids[id(pending.ticket)]):
-            return super().finish(pending)
+    def wait(self, pending: Pending) -> Tensor:
+        with _range("wait", "wait", 0, self.reductions.index(pending.reduction)):
+            return super().wait(pending)
 
     def gather(self, local: Tensor) -> Tensor:
         self.end()
@@ -111,7 +109,7 @@ class Range(NamedTuple):
 
 @dataclass(frozen=True)
 class LinkTimes:
-    """Seconds of one sum on its own: over the link as it is, and what the emulation adds."""
+    """Seconds of one all-reduce on its own: over the link as it is, and what the emulation adds."""
 
     bare: float
     latency: float
@@ -139,8 +137,8 @@ def read_ranges(document: Mapping[str, Any], *, on_device: bool) -> list[Range]:
 def host_spans(ranges: Iterable[Range], link: LinkTimes) -> list[Span]:
     """The timeline of one step of a rank that computes on its host.
 
-    A wait is exposed for as long as it lasts. A sum is in flight from when it is handed over until it is there; if nobody stood
-    waiting at that moment it is taken to last as long as a sum on its own.
+    A wait is exposed for as long as it lasts. An all-reduce is in flight from its start until its result is there; if nobody stood
+    waiting at that moment it is taken to last as long as an all-reduce on its own.
     """
     spans = []
     waits = {one.number: one for one in ranges if one.kind == "wait"}
@@ -155,7 +153,7 @@ def host_spans(ranges: Iterable[Range], link: LinkTimes) -> list[Span]:
         elif one.kind == "start" and one.number in waits:
             wait = waits[one.number]
             alone = one.start + 1e6 * (link.bare + link.latency)
-            # A wait that takes longer than a whole sum over the bare link was not only picking up what had come.
+            # A wait that takes longer than a whole all-reduce over the bare link was not only picking up what had come.
             blocked = alone > wait.start or wait.end - wait.start > 1e6 * link.bare
             spans.append(Span(COMM, one.name, one.layer, one.end, wait.end if blocked else max(one.end, alone)))
             spans.append(Span(COMPUTE, WAITING, one.layer, wait.start, wait.end))
@@ -168,31 +166,6 @@ def device_spans(ranges: Iterable[Range], starts: Sequence[Range]) -> list[Span]
     for one, kernel in zip(starts, (one for one in ranges if one.kind == "nccl"), strict=False):
         spans.append(Span(COMM, one.name, one.layer, kernel.start, kernel.end))
     return spans + waiting_spans(spans)
-
-
-def hidden_percent(spans: Iterable[Span]) -> float:
-    """Of the time the layers' sums are in flight, the share in which nobody waits for them; 100 where there are none."""
-    spans = list(spans)
-    edges = [(s.start, s.end) for s in spans if s.name in (EMBEDDING_SUM, LOGITS)]
-    total = sum(s.end - s.start for s in spans if is_communication(s.row) and (s.start, s.end) not in edges)
-    waiting = sum(
-        s.end - s.start
-        for s in spans
-        if s.name == WAITING and not any(start <= (s.start + s.end) / 2 <= end for start, end in edges)
-    )
-    return 100.0 if total == 0 else max(0.0, 100 * (1 - waiting / total))
-
-
-def in_rows(spans: Iterable[Span]) -> list[Span]:
-    """Sums in flight at the same time on rows of their own, so that none is drawn over another."""
-    placed, ends = [], [0.0]
-    for span in sorted(spans, key=lambda s: s.start):
-        if span.row == COMM:
-            row = next((k for k, end in enumerate(ends) if end <= span.start), len(ends))
-            ends[row : row + 1] = [span.end]
-            span = replace(span, row=COMM if row == 0 else f"{COMM} {row + 1}")
-        placed.append(span)
-    return placed
 
 
 def _steps(document: Mapping[str, Any], link: LinkTimes, device: torch.device) -> list[list[Span]]:
@@ -211,11 +184,11 @@ def _steps(document: Mapping[str, Any], link: LinkTimes, device: torch.device) -
 
 
 @torch.inference_mode()
-def _record_wiring(
+def record_wiring(
     model: PreTrainedModel, spec: str, world: World, link: LinkTimes, batch: int, prompt: int, steps: int, keep: Path | None
 ) -> list[list[Span]]:
     marks = Marks(world.reducer("async", latency=link.latency))
-    decoder = _Decoder(model, spec, marks, batch, prompt, world.device)
+    decoder = DecodeLoop(model, spec, marks, batch, prompt, world.device)
     for _ in range(WARM_UP):
         decoder.step()
     handles = marks.watch_model(model)
@@ -227,7 +200,7 @@ def _record_wiring(
                 world.barrier()
                 with marks.step(number):
                     decoder.step()
-                    _sync(world.device)
+                    synchronize(world.device)
     finally:
         for handle in handles:
             handle.remove()
@@ -238,14 +211,14 @@ def _record_wiring(
 
 
 @torch.inference_mode()
-def _bare_sum(world: World, message: Tensor, repeats: int = 20) -> float:
-    """Seconds of one sum over the link as it is, nothing beside it."""
+def _bare_all_reduce(world: World, message: Tensor, repeats: int = 20) -> float:
+    """Seconds of one all-reduce over the link as it is, nothing beside it."""
     reducer, times = world.reducer(), []
     for _ in range(repeats):
         world.barrier()
         begin = time.perf_counter()
         reducer.start(message).wait()
-        _sync(world.device)
+        synchronize(world.device)
         times.append(time.perf_counter() - begin)
     return world.broadcast(statistics.median(times))
 
@@ -274,16 +247,16 @@ def record(
     if world.size < 2:
         raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
     check_request(source=source, layers=layers, wirings=wirings, batch=batch, prompt=prompt, steps=steps)
-    model = _model(world, source, layers, dtype)
+    model = load_or_random_model(source, world, layers=layers, dtype=dtype)
     message = torch.zeros(batch, 1, model.config.hidden_size, dtype=model.dtype, device=world.device)
-    link = LinkTimes(_bare_sum(world, message), latency)
+    link = LinkTimes(_bare_all_reduce(world, message), latency)
     if profiles:
         folder.mkdir(parents=True, exist_ok=True)
     panels, drawn, rows = [], [], []
     for spec in wirings:
         keep = folder / f"profile-{spec.replace(':', '-')}-rank{world.rank}.json" if profiles else None
-        ranks = _everyones(_record_wiring(model, spec, world, link, batch, prompt, steps, keep), world)
-        made = [_panel(f"{spec}, rank {rank}", spans) for rank, spans in enumerate(_median_step(ranks))]
+        ranks = _everyones(record_wiring(model, spec, world, link, batch, prompt, steps, keep), world)
+        made = [measured_panel(f"{spec}, rank {rank}", spans) for rank, spans in enumerate(median_step(ranks))]
         panels += made
         drawn.append(replace(made[0], title=spec))
         all_hidden = [hidden_percent(spans) for rank in ranks for spans in rank]
@@ -306,7 +279,7 @@ def record(
         "tp": world.size,
         "batch": batch,
         "latency_us": 1e6 * latency,
-        "bare_sum_us": 1e6 * link.bare,
+        "bare_all_reduce_us": 1e6 * link.bare,
         "recorded_steps": steps,
         "wirings": rows,
         **environment(),
@@ -317,18 +290,7 @@ def record(
     return {**about, "trace": str(trace), "timeline": str(picture)}
 
 
-def _model(world: World, source: str, layers: int | None, dtype: str) -> PreTrainedModel:
-    if Path(source).is_dir():
-        return load_model(source, world, dtype=dtype)
-    shape = ModelShape.from_name(source)
-    if layers is not None:
-        shape = replace(shape, num_layers=layers)
-    if dtype not in DTYPES:
-        raise ValueError(f"random weights need a dtype of their own, one of {', '.join(DTYPES)}; got {dtype!r}")
-    return random_model(shape, world, DTYPES[dtype])
-
-
-def _median_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
+def median_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
     """Of all ranks the step of median length, counted from the first moment any of them was at work."""
     steps = list(zip(*ranks, strict=True))
     length = [max(s.end for one in step for s in one) - min(s.start for one in step for s in one) for step in steps]
@@ -337,5 +299,5 @@ def _median_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
     return [[replace(s, start=s.start - zero, end=s.end - zero) for s in spans] for spans in chosen]
 
 
-def _panel(title: str, spans: Sequence[Span]) -> Panel:
+def measured_panel(title: str, spans: Sequence[Span]) -> Panel:
     return Panel(title, in_rows(spans), layer_us(spans), hidden_percent(spans), "measured")

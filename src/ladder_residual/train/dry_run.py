@@ -1,26 +1,29 @@
 """What a recipe will need, before anyone reserves a cluster: steps, tokens, memory per rank, time. No torch, no GPU.
 
-The time is an estimate from above and below at once: products at the rate the device achieves on them, everything else in a step
-(norms, attention's softmax, optimizer, launches) as a flat share, and communication where nothing can hide it. It says what
-dominates and whether a recipe fits; it does not replace a run of a few steps.
+The time is an estimate: GEMMs at the rate the device achieves on them, everything else in a step (norms, attention's softmax,
+optimizer, launches) as a flat share, and communication where nothing can hide it. It says what dominates and whether a recipe fits;
+it does not replace a run of a few steps.
 """
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from ..families import FAMILIES
+from ..core.config import Wiring
+from ..core.dependencies import dependencies
+from ..links.link import Link
+from ..models.families import FAMILIES
+from ..models.presets import ModelShape
+from ..models.sharding import check_divides
 from ..plan.cost import RUNTIME_BYTES, RankShape
-from ..plan.hardware import Link, shipped
-from ..presets import ModelShape
-from ..sharding import check_divides
+from ..plan.hardware import shipped
 from .layout import rows_per_rank
 from .recipe import Recipe
 from .speed import flops_per_token
 
-# Share of a step's time that is products, of what products alone would take: measured MFU (results/train/speed.json) over the
-# rate of bare products on the same device.
-PRODUCTS_SHARE = 0.6
+# What GEMMs alone would take, as a share of a step's compute time: measured MFU (results/train/speed.json) over the rate of bare
+# GEMMs on the same device.
+GEMM_SHARE = 0.6
 LOW = 2  # bytes of bf16
 FULL = 4  # bytes of float32
 
@@ -29,9 +32,9 @@ class Seconds(NamedTuple):
     """Of one step of one rank."""
 
     compute: float
-    tensor: float  # sums of tensor parallelism that nothing hides
+    tensor: float  # all-reduces of tensor parallelism that nothing hides
     tensor_hidden: float
-    contention: float  # what compute loses while hidden sums run beside it
+    contention: float  # what compute loses while hidden all-reduces run beside it
     data: float  # gathering weights and spreading gradients, where compute does not hide it
 
 
@@ -85,46 +88,35 @@ def _seconds(
 ) -> Seconds:
     tp, forwards = recipe.parallel.tp, rows // micro
     recomputed = 4 / 3 if recipe.run.checkpoint_activations else 1.0
-    rate = device.tflops * 1e12 * device.flop_share * PRODUCTS_SHARE
+    rate = device.tflops * 1e12 * device.flop_share * GEMM_SHARE
     tokens = rows * recipe.data.sequence
     compute = flops_per_token(shape, recipe.data.sequence) * tokens / tp * recomputed / rate
     low = LOW if recipe.run.precision == "bf16" else FULL
     tensor = hidden = 0.0
     if tp > 1:
         size = micro * recipe.data.sequence * shape.hidden_size * low
-        one = link.us(size, tp) * 1e-6
+        one = link.in_model_us(size, tp) * 1e-6
         passes = 3 if recipe.run.checkpoint_activations else 2  # forward, backward, and the forward once more
         modules = 2 * shape.num_layers
-        module = compute / forwards / passes / modules  # seconds of compute a sum can hide under
-        exposed, covered = _sums(recipe, one, module)
+        module = compute / forwards / passes / modules  # seconds of compute an all-reduce can hide under
+        exposed, covered = all_reduce_seconds(recipe.wiring, one, module)
         tensor, hidden = exposed * passes * forwards, covered * passes * forwards
         tensor += one * 2 * forwards  # the embedding's, forward and backward
     data = 0.0
     if dp > 1:
         share = _rank_parameters(shape, tp)
         # An all-reduce moves every byte twice; a gather or a scatter of the same bytes once.
-        gathers = (2 if forwards >= 1 else 1) * forwards * network.us(share * low, dp) / 2
-        scatter = network.us(share * FULL, dp) / 2
+        gathers = 2 * forwards * network.in_model_us(share * low, dp) / 2
+        scatter = network.in_model_us(share * FULL, dp) / 2
         data = max(0.0, (gathers + scatter) * 1e-6 - compute)
     return Seconds(compute, tensor, hidden, hidden * link.flop_contention, data)
 
 
-def _sums(recipe: Recipe, one: float, module: float) -> tuple[float, float]:
-    """(exposed, hidden) seconds of the sums of one pass over the layers."""
-    wiring = recipe.wiring
-    exposed = hidden = 0.0
-    for layer in range(wiring.num_layers):
-        match wiring.kind_of(layer):
-            case "ladder" | "delayed":
-                exposed += 2 * max(0.0, one - module)
-                hidden += 2 * min(one, module)
-            case "parallel":
-                exposed += one
-            case "desync":
-                exposed += 2 * one / wiring.step
-            case _:
-                exposed += 2 * one
-    return exposed, hidden
+def all_reduce_seconds(wiring: Wiring, one: float, module: float) -> tuple[float, float]:
+    """(exposed, hidden) seconds of the all-reduces of one pass over the layers. However many are in flight, each has the time of one
+    module to hide under."""
+    each = [min(one, module) if all_reduce.modules_between else 0.0 for all_reduce in dependencies(wiring).all_reduces]
+    return len(each) * one - sum(each), sum(each)
 
 
 def _rank_parameters(shape: ModelShape, tp: int) -> float:
@@ -145,7 +137,9 @@ def _memory(recipe: Recipe, shape: ModelShape, dp: int, micro: int, *, accumulat
     stream = tokens * shape.hidden_size * low
     inner = tokens * low * (shape.head_dim * (2 * own.heads + 2 * own.kv_heads) + 3 * own.columns)
     one_layer = 6 * stream + inner  # inputs, normed inputs and outputs of two modules; projections, attention, MLP
-    kept = 3 * stream if recipe.run.checkpoint_activations else one_layer  # a recomputed layer keeps stream and sums in flight
+    kept = (
+        3 * stream if recipe.run.checkpoint_activations else one_layer
+    )  # a recomputed layer keeps stream and all-reduces in flight
     chunk = min(recipe.run.loss_chunk, tokens) * shape.vocab_size / tp
     return {
         "weights": FULL * parameters / dp,
@@ -170,9 +164,9 @@ def to_text(plan: dict[str, Any]) -> str:
         f"steps     {plan['steps']:,} of {plan['tokens_per_step']:,} tokens: {plan['tokens'] / 1e9:.2f} B tokens",
         f"memory    {plan['memory_total_gb']:.1f} of {plan['device_memory_gb']:.0f} GB a rank{warning}",
         f"          ({memory})",
-        f"step      {1e3 * plan['step_seconds']:,.0f} ms on {plan['device']} {links}: compute {step['compute']:,.0f}; sums of tensor "
-        f"parallelism {step['tensor']:,.0f} exposed, {step['tensor_hidden']:,.0f} hidden at {step['contention']:,.0f} of contention; "
-        f"data parallelism {step['data']:,.0f} exposed",
+        f"step      {1e3 * plan['step_seconds']:,.0f} ms on {plan['device']} {links}: compute {step['compute']:,.0f}; "
+        f"all-reduces of tensor parallelism {step['tensor']:,.0f} exposed, {step['tensor_hidden']:,.0f} hidden at "
+        f"{step['contention']:,.0f} of contention; data parallelism {step['data']:,.0f} exposed",
         f"speed     {plan['tokens_per_s']:,.0f} tokens/s, MFU {plan['mfu']:.0%}",
         f"time      {plan['hours']:,.1f} h, {plan['device_hours']:,.0f} device hours (planned, not measured)",
     ]

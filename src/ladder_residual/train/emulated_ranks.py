@@ -2,7 +2,7 @@
 
 With desync and delayed wirings each rank keeps a stream of its own, so training them on one GPU means computing what N ranks would:
 here the N streams are stacked in the batch dim, [ranks * batch, tokens, hidden]. Every projection becomes N smaller ones (a batched
-product, the same FLOPs), each on its rank's slice of the *whole* weights; the sum over ranks is a sum over that dim. ``wiring.py`` is
+GEMM, the same FLOPs), each on its rank's slice of the *whole* weights; an all-reduce is a sum over that dim. ``core/wiring.py`` is
 used as it is, and checkpoints hold the ordinary weights. On one rank without this, delayed and desync are just standard.
 """
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..families import family_of
-from ..hf_config import wiring_of
-from ..model import set_reducer
-from ..presets import ModelShape
-from ..reduce import Pending, Reducer
-from ..sharding import check_divides, cut_of
+from ..core.reduce import Pending, Reducer
+from ..models.families import family_of
+from ..models.hf import set_reducer
+from ..models.hf_config import wiring_of
+from ..models.presets import ModelShape
+from ..models.sharding import check_divides, shard_of
 
 
 class StackedReducer(Reducer):
-    """The sum over ranks whose partials lie one after the other in the batch dim; every rank gets it."""
+    """The all-reduce of ranks whose partials lie one after the other in the batch dim; every rank gets it."""
 
     def __init__(self, ranks: int) -> None:
         self.size = ranks
@@ -34,7 +34,7 @@ class StackedReducer(Reducer):
 
 
 class _StackedRows(nn.Linear):
-    """Cut by output rows: each rank's input times its own rows."""
+    """Sharded by output rows: each rank's input times its own rows."""
 
     ranks: int
 
@@ -48,7 +48,7 @@ class _StackedRows(nn.Linear):
 
 
 class _StackedColumns(nn.Linear):
-    """Cut by input columns: each rank's input times its own columns, a partial. The bias belongs to the sum: rank 0 adds it."""
+    """Sharded by input columns: each rank's input times its own columns, a partial. The bias is added once, by rank 0."""
 
     ranks: int
 
@@ -86,16 +86,16 @@ def emulate_ranks(model: PreTrainedModel, ranks: int) -> PreTrainedModel:
 
 
 def _check_known(name: str, module: nn.Module, parameter: Tensor, shape: ModelShape, ranks: int) -> None:
-    """Everything a rank would hold a part of must be cut here, too, and in one piece per rank."""
-    cut = cut_of(name, tuple(parameter.shape), shape, ranks, 0)
-    if cut is not None and (not isinstance(module, nn.Linear) or len(cut.ranges) > 1):
+    """Everything a rank would hold a part of must be sharded here too, in one range per rank."""
+    spec = shard_of(name, tuple(parameter.shape), shape, ranks, 0)
+    if spec is not None and (not isinstance(module, nn.Linear) or len(spec.ranges) > 1):
         raise ValueError(
-            f"emulated ranks know projections cut in one piece per rank, but {name} is cut otherwise: use real ranks (parallel.tp)"
+            f"emulated ranks need projections sharded in one range per rank, but {name} is not: use real ranks (parallel.tp)"
         )
 
 
 def _stack(name: str, module: Any, shape: ModelShape, ranks: int) -> None:
-    cut = cut_of(f"layers.{name}.weight", tuple(module.weight.shape), shape, ranks, 0)
-    if cut is not None:  # a router is whole on every rank
-        module.__class__ = _StackedRows if cut.dim == 0 else _StackedColumns
+    spec = shard_of(f"layers.{name}.weight", tuple(module.weight.shape), shape, ranks, 0)
+    if spec is not None:  # a router is whole on every rank
+        module.__class__ = _StackedRows if spec.dim == 0 else _StackedColumns
         module.ranks = ranks

@@ -6,26 +6,28 @@ Read from the checkpoint on disk, a few gigabytes at a time, by one process: not
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from transformers import AutoModelForCausalLM
 
-from ..corpus.tokens import read_tokenizer
-from ..loading import DTYPES
-from ..model import ladder_classes, write_stub
-from .building import hf_config
-from .checkpoints import MANIFEST, check_files, complete_checkpoints, expect_one_process
-from .reading import CheckpointReader
+from ..data.tokenizer import read_tokenizer
+from ..models.checkpoint_writer import new_directory
+from ..models.hf import ladder_classes
+from ..models.hf_config import STUB, stub_text
+from ..models.loading import DTYPES, built_from
+from .checkpoints import complete_checkpoints, problem_of, read_training_manifest
+from .dcp_checkpoint import load_tensors, stored_tensors
+from .manifest import MANIFEST
+from .model import hf_config
 from .recipe import Recipe
 
 SHARD_BYTES = 4 << 30
+Stored = dict[str, TensorStorageMetadata]
 
 
 def export(
@@ -37,57 +39,61 @@ def export(
     """
     run, target = Path(run), Path(target)
     newest = _newest_good(run)
-    manifest = json.loads((newest / MANIFEST).read_text(encoding="utf-8"))
-    recipe = Recipe.from_dict(manifest["recipe"], str(newest))
+    manifest = read_training_manifest(newest)
+    recipe: Recipe = manifest["recipe"]
     wanted = dtype or ("bfloat16" if recipe.run.precision == "bf16" else "float32")
     if wanted not in DTYPES:
         raise ValueError(f"unknown dtype {wanted!r}; choose from {', '.join(DTYPES)}")
     if target.exists() and not overwrite:
         raise ValueError(f"{target} exists; choose another directory or use --overwrite")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        scratch.chmod(0o755)
-        _write_weights(newest, scratch, DTYPES[wanted])
+    stored = {name.removeprefix("model."): entry for name, entry in stored_tensors(newest).items() if name.startswith("model.")}
+    if recipe.model.shape().num_layers > len(stored):
+        raise ValueError(
+            f"{newest} holds {len(stored)} weights, too few for the {recipe.model.shape().num_layers} layers it names"
+        )
+    with built_from(newest / MANIFEST):
         config = hf_config(recipe, end_of_document=manifest.get("end_of_document"))
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+    _check_shapes(newest, stored, {name: parameter.shape for name, parameter in model.named_parameters()})
+    with new_directory(target, overwrite=overwrite) as directory:
+        _write_weights(newest, stored, directory.path, DTYPES[wanted])
         config.dtype = DTYPES[wanted]
         config.architectures = [ladder_classes(recipe.model.shape().family)[1].__name__]
-        config.save_pretrained(scratch)
-        write_stub(scratch)
-        _write_tokenizer(tokenizer or manifest.get("tokenizer"), scratch, must=tokenizer is not None)
-        if target.exists():
-            shutil.rmtree(target)
-        scratch.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        config.save_pretrained(directory.path)
+        directory.write(STUB, stub_text())
+        _write_tokenizer(tokenizer or manifest.get("tokenizer"), directory.path, must=tokenizer is not None)
     return newest
 
 
 def _newest_good(run: Path) -> Path:
     problems = []
     for path in reversed(complete_checkpoints(run / "checkpoints")):
-        if not (problem := check_files(path)):
+        if not (problem := problem_of(path)):
             return path
         problems.append(f"{path.name}: {problem}")
     detail = f" ({'; '.join(problems)})" if problems else ""
     raise ValueError(f"{run} holds no good checkpoint{detail}; is it the directory of a run of `ladder train`?")
 
 
-def _write_weights(checkpoint: Path, target: Path, dtype: torch.dtype) -> None:
-    expect_one_process()
-    reader = CheckpointReader(checkpoint)
-    stored = {
-        name.removeprefix("model."): entry
-        for name, entry in reader.read_metadata().state_dict_metadata.items()
-        if name.startswith("model.") and isinstance(entry, TensorStorageMetadata)
-    }
+def _check_shapes(checkpoint: Path, stored: Stored, expected: dict[str, torch.Size]) -> None:
+    """Before memory is taken for what a forged checkpoint claims to hold."""
+    if missing := sorted(expected.keys() ^ stored.keys()):
+        raise ValueError(f"{checkpoint} does not hold the weights of its recipe: {missing[0]:.80} is on one side only")
+    for name, entry in stored.items():
+        if entry.size != expected[name] or not entry.properties.dtype.is_floating_point:
+            found = f"{list(entry.size)} of {entry.properties.dtype}"
+            raise ValueError(f"{checkpoint}: {name} is {found:.80}, its recipe needs {list(expected[name])} of floats")
+
+
+def _write_weights(checkpoint: Path, stored: Stored, target: Path, dtype: torch.dtype) -> None:
     groups = list(_in_shards({name: entry.size.numel() * dtype.itemsize for name, entry in stored.items()}))
     where: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
         state: dict[str, Any] = {
             f"model.{name}": torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
         }
-        dcp.load(state, storage_reader=CheckpointReader(checkpoint), no_dist=True)
+        load_tensors(state, checkpoint, None)
         file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         save_file({name: state[f"model.{name}"].to(dtype) for name in names}, target / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)

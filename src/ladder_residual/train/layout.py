@@ -1,4 +1,4 @@
-"""The ranks of a training run as a mesh: ``dp`` copies of the model, each cut over ``tp`` ranks.
+"""The ranks of a training run as a mesh: ``dp`` copies of the model, each sharded over ``tp`` ranks.
 
 Neighbouring ranks (of one host) form a tensor-parallel group. A run without a launcher is a mesh of one.
 """
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..parallel import World, distributed
+from ..distributed.world import World, distributed
 
 DP, TP = "dp", "tp"
 
@@ -42,17 +42,17 @@ class Layout:
     def device(self) -> torch.device:
         return self.world.device
 
-    def sum(self, value: torch.Tensor) -> torch.Tensor:
-        """Over all ranks, in place."""
+    def all_reduce(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place."""
         if self.world.size > 1:
-            self.tensor.settle()
+            self.tensor.drain()
             dist.all_reduce(value)
         return value
 
-    def sum_over_data(self, value: torch.Tensor) -> torch.Tensor:
-        """Over the copies of the model, in place."""
+    def all_reduce_over_data(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over the copies of the model, in place."""
         if self.dp > 1:
-            self.tensor.settle()
+            self.tensor.drain()
             dist.all_reduce(value, group=self.mesh[DP].get_group())
         return value
 
@@ -104,7 +104,7 @@ def arranged(world: World, timeout: float, tp: int, dp: int | None) -> Iterator[
         for axis in (DP, TP):  # a new group's own would be half an hour
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), mesh[axis].get_group())
         # What a rank has half written into its sockets moves only while it waits for sockets. FSDP waits for other groups in
-        # between, so with several copies of the model all sums go through the group's own threads.
+        # between, so with several copies of the model all all-reduces go through the group's own threads.
         tensor = World(
             rank=mesh[TP].get_local_rank(),
             size=tp,

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from ..common.files import replace_text
 from .recipe import Recipe
 
 NAME = "log.jsonl"
@@ -62,6 +63,9 @@ class Logs:
         if not self.quiet:
             self._show(kind, step, values)
 
+    def has(self, kind: str, step: int) -> bool:
+        return self.active and any((event.get("event"), event["step"]) == (kind, step) for event in read_log(self.path.parent))
+
     def _show(self, kind: str, step: int, values: dict[str, Any]) -> None:
         words = {
             "loss": "loss {:.4f}",
@@ -96,13 +100,16 @@ class Logs:
 
 
 def read_log(directory: Path) -> list[dict[str, Any]]:
-    """The events of a run; a last line that was cut by a crash is left out."""
+    """The events of a run, as far as they are whole: a crash cuts the last line."""
     events = []
-    for line in (directory / NAME).read_text(encoding="utf-8").splitlines():
+    for line in (directory / NAME).read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            events.append(json.loads(line))
-        except ValueError:
+            event = json.loads(line)
+        except (ValueError, RecursionError):
             break
+        if not isinstance(event, dict) or not isinstance(event.get("step"), int):
+            break
+        events.append(event)
     return events
 
 
@@ -110,6 +117,4 @@ def _drop_beyond(path: Path, step: int) -> None:
     if not path.exists():
         return
     kept = [event for event in read_log(path.parent) if event["step"] <= step] if step else []
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text("".join(json.dumps(event) + "\n" for event in kept), encoding="utf-8")
-    temporary.replace(path)
+    replace_text(path, "".join(json.dumps(event) + "\n" for event in kept))

@@ -23,17 +23,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..corpus.loader import IGNORE, Rows
-from ..corpus.shards import Corpus
-from .building import NextToken, build
+from ..common.files import replace_text
+from ..data.corpus import Corpus
+from ..data.corpus_rows import IGNORE_INDEX, CorpusRows
 from .checkpoints import Checkpoints
 from .export import export
 from .layout import Layout, rows_per_rank, training_layout
 from .logs import Logs
+from .model import ModelWithLoss, build
 from .optimizer import ShardedAdamW
 from .recipe import Recipe
+from .run_lock import run_lock
 from .schedule import lr_share
 from .speed import flops_per_token, peak_tflops
+from .stop_signal import StopSignal, ignoring_interrupts
 
 
 class Diverged(ValueError):
@@ -44,14 +47,23 @@ def train(recipe: Recipe, *, resume: str = "auto", quiet: bool = False, stop_aft
     """Run a recipe on the ranks the launcher started (or on this process alone). Returns the last evaluation and where things are.
 
     ``resume``: ``auto`` goes on from the newest good checkpoint of the run's directory if there is one, ``never`` starts anew and
-    refuses a directory that holds a run. ``stop_after`` ends early after so many steps, as a time limit would.
+    refuses a directory that holds a run. ``stop_after`` ends early after so many steps, as a time limit would. SIGTERM saves a
+    checkpoint and ends the run (``stopped`` in the result).
     """
     if resume not in ("auto", "never"):
         raise ValueError(f"resume must be auto or never, got {resume!r}")
-    with training_layout(recipe.run.device, recipe.run.timeout, recipe.parallel.tp, recipe.parallel.dp) as layout:
+    with (
+        training_layout(recipe.run.device, recipe.run.timeout, recipe.parallel.tp, recipe.parallel.dp) as layout,
+        run_lock(recipe.directory, layout.world),
+    ):
         loop = Loop(recipe, layout, resume=resume, quiet=quiet)
         try:
             return loop.run(stop_after)
+        except KeyboardInterrupt:
+            with ignoring_interrupts():
+                loop.checkpoints.close()  # one may still be on its way to the disk
+                loop.logs.say(f"interrupted after step {loop.step}: {loop.kept()}")
+            raise
         finally:
             loop.close()
 
@@ -70,13 +82,13 @@ class Loop:
         # FSDP warns of outputs that are views: nothing here writes into a layer's output.
         warnings.filterwarnings("ignore", message=".*returned a view tensor")
         torch.manual_seed(recipe.run.seed)
-        self.trained: NextToken = build(recipe, layout)
+        self.trained: ModelWithLoss = build(recipe, layout)
         self.optimizer = ShardedAdamW(self.trained, recipe.optimizer, layout)
         directory, corpus = recipe.directory, self.train_rows.corpus
         data = hashlib.sha256(index.encode()).hexdigest()
         self.about = {"end_of_document": corpus.end_of_document, "tokenizer": corpus.tokenizer.get("source"), "data": data}
         self.checkpoints = Checkpoints(directory / "checkpoints", layout, keep=recipe.checkpoint.keep)
-        if resume == "never" and self.checkpoints.found():
+        if resume == "never" and self.checkpoints.any():
             raise ValueError(
                 f"{directory} holds a run already: give another checkpoint.directory, or resume it (--resume auto)"
             )
@@ -86,7 +98,8 @@ class Loop:
         for message in self.messages:
             self.logs.say(message)
         if layout.world.is_main:
-            (directory / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=1), encoding="utf-8")
+            replace_text(directory / "recipe.json", json.dumps(recipe.to_dict(), indent=1))
+        self.stop = StopSignal(layout.world, layout.timeout)
         self.prefetch = ThreadPoolExecutor(1)
         self.clock, self.clock_step = time.perf_counter(), self.step
         self.pending: list[tuple[int, Tensor, Tensor]] = []  # (step, loss, norm) on the device, not looked at yet
@@ -98,28 +111,42 @@ class Loop:
     def run(self, stop_after: int | None) -> dict[str, Any]:
         recipe, steps = self.recipe, self.recipe.run.steps
         last = steps if stop_after is None else min(steps, self.step + stop_after)
-        evaluated: dict[str, float] = {}
-        if recipe.evaluate.first and self.step == 0:
-            evaluated = self.evaluate()
-        upcoming = self.prefetch.submit(self.batch, self.step)
-        self.clock, self.clock_step = time.perf_counter(), self.step
-        while self.step < last:
-            batch = upcoming.result()
-            if self.step + 1 < last:
-                upcoming = self.prefetch.submit(self.batch, self.step + 1)
-            loss, norm = self.take_step(batch)
-            self.step += 1
-            self.pending.append((self.step, loss, norm))
-            if _due(self.step, recipe.log.every) or self.step == last:
-                self.report()
-            if _due(self.step, recipe.evaluate.every) and self.step < steps:
+        with self.stop:
+            evaluated = self.evaluate() if self.evaluation_left() else {}
+            upcoming = self.prefetch.submit(self.batch, self.step)
+            self.clock, self.clock_step = time.perf_counter(), self.step
+            while self.step < last and not self.stop.requested():
+                batch = upcoming.result()
+                if self.step + 1 < last:
+                    upcoming = self.prefetch.submit(self.batch, self.step + 1)
+                loss, norm = self.take_step(batch)
+                self.step += 1
+                self.pending.append((self.step, loss, norm))
+                if _due(self.step, recipe.log.every) or self.step == last:
+                    self.report()
+                if _due(self.step, recipe.evaluate.every) and self.step < steps:
+                    evaluated = self.evaluate()
+                if _due(self.step, recipe.checkpoint.every) and self.step < steps:
+                    self.save()
+            if self.step == steps and not self.stop.agreed:
                 evaluated = self.evaluate()
-            if _due(self.step, recipe.checkpoint.every) and self.step < steps:
-                self.save()
-        if self.step == steps:
-            evaluated = self.evaluate()
-            self.save(final=True)
-        return self.finish(evaluated)
+            stopped = self.stop.agreed
+            if self.step and (self.step == steps or stopped):
+                self.save(final=True)
+        if stopped:
+            self.logs.say(f"stopped by SIGTERM after step {self.step}: {self.kept()}")
+        return self.finish(evaluated, stopped)
+
+    def evaluation_left(self) -> bool:
+        """Before the first step if the recipe wants it; after a resumed one if it was cut off."""
+        if self.step == 0:
+            return self.recipe.evaluate.first
+        due = _due(self.step, self.recipe.evaluate.every) and self.step < self.recipe.run.steps
+        return due and not self.layout.world.broadcast(self.logs.has("valid", self.step))
+
+    def kept(self) -> str:
+        newest = self.checkpoints.newest()
+        return f"{newest} is kept, and the same command goes on from there" if newest else "no checkpoint was saved yet"
 
     def batch(self, step: int) -> dict[str, Tensor]:
         """This rank's rows of a step; all tensor-parallel ranks of a copy read the same ones."""
@@ -129,7 +156,7 @@ class Loop:
     def take_step(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         device, dp = self.layout.device, self.layout.dp
         batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
-        counted = self.layout.sum_over_data((batch["labels"][:, 1:] != IGNORE).sum())
+        counted = self.layout.all_reduce_over_data((batch["labels"][:, 1:] != IGNORE_INDEX).sum())
         divisor = counted / dp  # FSDP takes the mean over copies; with this divisor that mean is the mean over all labels
         total = torch.zeros((), device=device)
         micro = {name: tensor.split(self.micro_rows) for name, tensor in batch.items()}
@@ -142,7 +169,7 @@ class Loop:
             total += loss.cross_entropy
         share = lr_share(self.step, self.recipe.run.steps, self.recipe.optimizer)
         norm = self.optimizer.step(self.recipe.optimizer.lr * share)
-        return self.layout.sum_over_data(total / dp), norm
+        return self.layout.all_reduce_over_data(total / dp), norm
 
     def report(self) -> None:
         """Look at the steps since the last report: the only place where the host waits for the device."""
@@ -183,14 +210,17 @@ class Loop:
         self.trained.eval()
         stride = self.micro_rows * self.layout.dp
         for first in range(0, rows, stride):  # all ranks take as many turns; rows beyond the end count for nothing
+            if self.stop.requested():
+                self.trained.train()
+                return {}
             position = first + self.layout.dp_rank * self.micro_rows
             batch = self.valid_rows.batch(position % self.valid_rows.per_epoch, self.micro_rows)
-            batch["labels"][max(0, rows - position) :] = IGNORE
+            batch["labels"][max(0, rows - position) :] = IGNORE_INDEX
             moved = {name: tensor.to(self.layout.device) for name, tensor in batch.items()}
             totals[0] += self.trained(moved, 1.0).cross_entropy
-            totals[1] += (moved["labels"][:, 1:] != IGNORE).sum()
+            totals[1] += (moved["labels"][:, 1:] != IGNORE_INDEX).sum()
         self.trained.train()
-        total, labels = self.layout.sum_over_data(totals).tolist()
+        total, labels = self.layout.all_reduce_over_data(totals).tolist()
         result = {"loss": total / labels, "labels": int(labels), "tokens": self.step * self.recipe.tokens_per_step}
         self.logs.event("valid", self.step, **result, seconds=time.perf_counter() - started)
         self.clock += time.perf_counter() - started  # not part of the training speed
@@ -211,12 +241,12 @@ class Loop:
         if self.pending:
             self.report()  # never save what is no number
 
-    def finish(self, evaluated: dict[str, float]) -> dict[str, Any]:
+    def finish(self, evaluated: dict[str, float], stopped: bool) -> dict[str, Any]:
         recipe = self.recipe
         self.checkpoints.wait()
-        result: dict[str, Any] = {"directory": str(recipe.directory), "step": self.step, "valid": evaluated}
+        result: dict[str, Any] = {"directory": str(recipe.directory), "step": self.step, "valid": evaluated, "stopped": stopped}
         result["main"] = self.layout.world.is_main
-        if self.step == recipe.run.steps and recipe.checkpoint.enabled and recipe.checkpoint.export:
+        if self.step == recipe.run.steps and not stopped and recipe.checkpoint.enabled and recipe.checkpoint.export:
             if self.layout.world.is_main:
                 export(recipe.directory, recipe.directory / "export", overwrite=True)
             self.layout.world.barrier()
@@ -229,7 +259,7 @@ class Loop:
         self.logs.close()
 
 
-def open_rows(recipe: Recipe, part: str, *, shuffle: bool, verify: Any = "sizes") -> Rows:
+def open_rows(recipe: Recipe, part: str, *, shuffle: bool, verify: Any = "sizes") -> CorpusRows:
     """The rows of ``data.train`` or ``data.valid``."""
     path, key = getattr(recipe.data, part), f"data.{part}"
     if not path:
@@ -244,7 +274,7 @@ def open_rows(recipe: Recipe, part: str, *, shuffle: bool, verify: Any = "sizes"
             f"{key}: {path} has a vocabulary of {corpus.vocab_size}, but model.vocab_size is {vocabulary}: raise it"
         )
     seed = recipe.run.seed if recipe.data.seed is None else recipe.data.seed
-    return Rows(corpus, recipe.data.sequence, seed, shuffle, recipe.data.document_attention)
+    return CorpusRows(corpus, recipe.data.sequence, seed, shuffle, recipe.data.document_attention)
 
 
 def _due(step: int, every: int) -> bool:

@@ -1,4 +1,4 @@
-"""From a recipe to this rank's part of a model ready to train. The order of the steps is fixed in ``build``."""
+"""From a recipe to this rank's part of a model, ready to train."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..config import Wiring
-from ..families import FAMILIES
-from ..hf_config import ladder_config_class
-from ..loading import place_parameters, restore_buffers, set_reducers
-from ..model import decoder_layers
-from ..presets import ModelShape
-from ..sharding import ROW_PARALLEL, Cut, check_divides
-from .compiling import compile_blocks
-from .emulated_ranks import emulate_ranks
+from ..core.config import RANK_DEPENDENT, Wiring
+from ..models.chunks import local_part
+from ..models.families import FAMILIES
+from ..models.hf_config import ladder_config_class
+from ..models.loading import place_parameters, restore_buffers
+from ..models.presets import ModelShape
+from ..models.sharding import ROW_PARALLEL, ShardSpec, check_divides
 from .layout import DP, Layout
 from .loss import Loss, chunked_cross_entropy, head_of
+from .parallelize import parallelize
 from .recipe import Recipe
 
 
-class NextToken(nn.Module):
+class ModelWithLoss(nn.Module):
     """A model and its loss as one module, so that FSDP sees the head where it is used."""
 
     def __init__(self, model: PreTrainedModel, *, z_loss: float, chunk: int, compiled: bool) -> None:
@@ -52,48 +50,29 @@ class NextToken(nn.Module):
         )
 
 
-def build(recipe: Recipe, layout: Layout) -> NextToken:
+def build(recipe: Recipe, layout: Layout) -> ModelWithLoss:
     """This rank's part, float32 weights, in training mode."""
-    shape = recipe.model.shape()
-    model = new_model(recipe, layout)  # 1. weights, cut over the tensor-parallel ranks
-    if recipe.parallel.emulate_ranks > 1:  # 2. or several ranks' computation in this one
-        emulate_ranks(model, recipe.parallel.emulate_ranks)
-    else:
-        set_reducers(model, layout.tensor.reducer(recipe.parallel.reducer))
-    if recipe.run.checkpoint_activations:  # 3. what is recomputed lies outside of what is compiled
-        model.gradient_checkpointing_enable()
-    if recipe.run.compile:  # 4. on the modules of a layer, before FSDP puts its hooks around the layer
-        compile_blocks(model, dynamic=False, shared=True)
-    trained = NextToken(model, z_loss=recipe.run.z_loss, chunk=recipe.run.loss_chunk, compiled=recipe.run.compile).train()
-    shard_over_data(trained, recipe, layout, post_norm=FAMILIES[shape.family].post_norm)  # 5. over the copies of the model
-    return trained
-
-
-def shard_over_data(trained: NextToken, recipe: Recipe, layout: Layout, *, post_norm: bool) -> None:
-    """FSDP2: a group per layer, and one for embedding, last norm and head."""
-    low = torch.bfloat16 if recipe.run.precision == "bf16" else None
-    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    options: dict[str, Any] = {"mesh": layout.mesh[DP], "mp_policy": policy}
-    # A post-norm is applied by the next layer, after the sum: its weight must still be there.
-    reshard = layout.dp > 1 and not post_norm
-    for layer in decoder_layers(trained.model):
-        fully_shard(layer, **options, reshard_after_forward=reshard)
-    fully_shard(trained, **options, reshard_after_forward=False)
-    assert isinstance(trained, FSDPModule)
+    run = recipe.run
+    model = new_model(recipe, layout)
+    root = ModelWithLoss(model, z_loss=run.z_loss, chunk=run.loss_chunk, compiled=run.compile).train()
+    parallelize(
+        model,
+        root=root,
+        reducer=layout.tensor.reducer(recipe.parallel.reducer),
+        emulated_ranks=recipe.parallel.emulate_ranks,
+        checkpoint_activations=run.checkpoint_activations,
+        compile_options={"dynamic": False, "shared": True} if run.compile else None,
+        data_mesh=layout.mesh[DP],
+        compute_dtype=torch.bfloat16 if run.precision == "bf16" else None,
+    )
+    return root
 
 
 def hf_config(recipe: Recipe, *, end_of_document: int | None = None) -> Any:
     """The Hugging Face config of the model a recipe trains, its wiring included."""
     shape, own = recipe.model.shape(), recipe.model
     fields = dict(
-        vocab_size=shape.vocab_size,
-        hidden_size=shape.hidden_size,
-        intermediate_size=shape.intermediate_size,
-        num_hidden_layers=shape.num_layers,
-        num_attention_heads=shape.num_heads,
-        num_key_value_heads=shape.num_kv_heads,
-        head_dim=shape.head_dim,
-        tie_word_embeddings=shape.tied_embeddings,
+        **shape.to_hf(),
         max_position_embeddings=recipe.data.sequence,
         rms_norm_eps=own.norm_eps,
         rope_parameters={"rope_type": "default", "rope_theta": own.rope_theta},
@@ -109,7 +88,7 @@ def hf_config(recipe: Recipe, *, end_of_document: int | None = None) -> Any:
 def trained_wiring(recipe: Recipe) -> Wiring:
     """As the checkpoint will name it: a rank-dependent one with the number of ranks it is trained for."""
     wiring, ranks = recipe.wiring, max(recipe.parallel.tp, recipe.parallel.emulate_ranks)
-    return replace(wiring, tp=ranks) if wiring.kind in ("desync", "delayed") else wiring
+    return replace(wiring, tp=ranks) if wiring.kind in RANK_DEPENDENT else wiring
 
 
 def new_model(recipe: Recipe, layout: Layout) -> PreTrainedModel:
@@ -121,11 +100,8 @@ def new_model(recipe: Recipe, layout: Layout) -> PreTrainedModel:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=recipe.model.attention)
     restore_buffers(model, layout.device)
 
-    def draw(name: str, whole: tuple[int, ...], cut: Cut | None) -> Tensor:
-        tensor = initial_weight(name, whole, recipe.model.init_std, shape, recipe.run.seed)
-        if cut is None:
-            return tensor
-        return torch.cat([tensor.narrow(cut.dim, start, stop - start) for start, stop in cut.ranges], cut.dim)
+    def draw(name: str, whole: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
+        return local_part(initial_weight(name, whole, recipe.model.init_std, shape, recipe.run.seed), spec)
 
     model.whole_shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     place_parameters(model, draw, ModelShape.from_hf(config.to_dict()), family, layout.tensor)

@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..parallel import finish_gradients
-from ..pieces import local_of, pieces_of
-from ..sharding import Cut
-from .building import NextToken
+from ..models.chunks import chunks_of, local_of
+from ..models.sharding import ShardSpec
+from ..train.gradients import finish_gradients
 from .layout import Layout
+from .model import ModelWithLoss
 from .recipe import Optimizer
 
 
 class ShardedAdamW:
     """Works on the local shards as plain tensors: no dispatch through DTensor, and the same code for every layout."""
 
-    def __init__(self, trained: NextToken, settings: Optimizer, layout: Layout) -> None:
+    def __init__(self, trained: ModelWithLoss, settings: Optimizer, layout: Layout) -> None:
         self.model, self.settings, self.layout = trained.model, settings, layout
         self.parameters = dict(trained.model.named_parameters())
         self.shards = {name: local_of(parameter) for name, parameter in self.parameters.items()}
@@ -57,16 +57,16 @@ class ShardedAdamW:
 
     def gradient_norm(self, gradients: dict[str, Tensor]) -> Tensor:
         """Of the whole model: every number once, though several ranks hold norms and replicated KV heads alike."""
-        cuts: dict[str, Cut | None] = self.model.tensor_parallel_cuts  # type: ignore[assignment]
+        specs: dict[str, ShardSpec | None] = self.model.shard_specs  # type: ignore[assignment]
         by_copies: dict[int, list[Tensor]] = {}
         for name, gradient in gradients.items():
-            for piece in pieces_of(self.parameters[name], cuts[name], self.layout.tp):
-                by_copies.setdefault(piece.copies, []).append(piece.of(gradient))
+            for chunk in chunks_of(self.parameters[name], specs[name], self.layout.tp):
+                by_copies.setdefault(chunk.copies, []).append(chunk.of(gradient))
         total = torch.zeros((), device=self.layout.device)
         for copies, parts in by_copies.items():
             norms = torch._foreach_norm(parts)
             total += torch.stack(norms).square().sum() / copies
-        return self.layout.sum(total).sqrt()
+        return self.layout.all_reduce(total).sqrt()
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """``{"exp_avg": {parameter: shard}, "exp_avg_sq": ...}``, made if no step was taken yet."""

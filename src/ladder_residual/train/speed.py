@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..presets import ModelShape
+from ..models.presets import ModelShape
 
 # Dense bf16 TFLOP/s by what the driver calls the device. The H200's data sheet says 989.
 PEAK_TFLOPS = {
@@ -20,13 +20,13 @@ PEAK_TFLOPS = {
 def flops_per_token(shape: ModelShape, sequence: int) -> float:
     """Forward and backward, as needed and not as done: no credit for masked attention or recomputed activations.
 
-    Six per parameter of every product (the input embedding is a lookup), and attention's scores and values over the half of the
+    Six per parameter of every GEMM (the input embedding is a lookup), and attention's scores and values over the half of the
     square that a causal mask leaves.
     """
     head = shape.hidden_size * shape.vocab_size
-    products = shape.num_layers * (shape.attention_parameters + shape.mlp_parameters) + head
+    gemms = shape.num_layers * (shape.attention_parameters + shape.mlp_parameters) + head
     attention = shape.num_layers * 4 * shape.num_heads * shape.head_dim * (sequence + 1) / 2
-    return 6.0 * products + 3.0 * attention
+    return 6.0 * gemms + 3.0 * attention
 
 
 def peak_tflops(device_name: str) -> float | None:

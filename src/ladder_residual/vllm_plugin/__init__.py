@@ -14,16 +14,24 @@ if _spec is None or _spec.origin is None:  # a folder that happens to be called 
         "ladder_residual.vllm_plugin needs vLLM, which is not installed here: pip install vllm (CPU: see docs/serving.md)"
     )
 
-# Families whose vLLM model this plugin rewires. The others of families.py load elsewhere, but are not served.
-SERVED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe")
+# Families whose vLLM model this plugin rewires, and why the others of families.py are not among them.
+SERVED_FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"),
+    *("gemma", "gemma2", "gemma3_text", "granite", "phi3", "smollm3"),
+)
+UNSERVED = dict.fromkeys(
+    ("olmo", "olmo2", "olmo3", "starcoder2", "gpt_neox"),
+    "vLLM runs this family with the layers of transformers, which the plugin does not rewire",
+)
 
 
 def register() -> None:
     """Called by vLLM, possibly more than once. (Importing the package has registered the configs with transformers.)"""
     from vllm import ModelRegistry
 
-    from ..families import FAMILIES
-    from ..hf_config import class_name
+    from ..models.families import FAMILIES
+    from ..models.hf_config import class_name
+    from .kv_stores import name_wirings_in_kv_stores
     from .routing import route_configs
 
     known = ModelRegistry.get_supported_archs()
@@ -34,3 +42,4 @@ def register() -> None:
             target = architecture if model_type in SERVED_FAMILIES else "UnservedForCausalLM"
             ModelRegistry.register_model(architecture, f"{__name__}.models:{target}")
     route_configs()
+    name_wirings_in_kv_stores()

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
+from vllm.model_executor.models.gemma import GemmaForCausalLM
+from vllm.model_executor.models.gemma2 import Gemma2ForCausalLM
+from vllm.model_executor.models.gemma3 import Gemma3ForCausalLM
+from vllm.model_executor.models.granite import GraniteForCausalLM
 from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.mistral import MistralForCausalLM
 from vllm.model_executor.models.mixtral import MixtralForCausalLM
+from vllm.model_executor.models.phi3 import Phi3ForCausalLM
 from vllm.model_executor.models.qwen2 import Qwen2ForCausalLM
+from vllm.model_executor.models.qwen2_moe import Qwen2MoeForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 
-from ..config import Wiring
-from ..families import check_wiring, family_of
-from ..hf_config import wiring_of
-from . import SERVED_FAMILIES
+from ..models.families import FAMILIES, family_of
+from ..models.finite import NonFiniteError, is_finite
+from . import SERVED_FAMILIES, UNSERVED
+from .checks import checked_wiring
+from .communicator import open_communicator
 from .inductor import keep_order_of_writes
-from .layer import rewire_layers
-from .link import open_link
-from .plan import SUM, boundaries
+from .layer import Parts, rewire_layers
+from .plan import OWN_FIRST, REDUCED, boundaries
 
 logger = init_logger("vllm.ladder_residual")  # below vllm, whose handlers show it
 
@@ -33,7 +41,8 @@ class RewiredForCausalLM(nn.Module):
 
     model_type: str  # the family this class builds
     mlp_name = "mlp"
-    # A draft head of this kind reads hidden states between layers, which a rewired layer does not have in one piece.
+    pairs = True  # its layers hand on (hidden_states, residual)
+    # A draft head of this kind reads hidden states between layers, which a rewired layer does not have complete.
     supports_eagle = False
     supports_eagle3 = False
 
@@ -44,50 +53,33 @@ class RewiredForCausalLM(nn.Module):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         model: Any = self.model
         plan = boundaries(wiring)
-        through_link = get_tensor_model_parallel_world_size() > 1 and any(boundary.join == SUM for boundary in plan)
-        link = open_link() if through_link else None
-        rewire_layers(model.layers, model.start_layer, model.end_layer, plan, self.mlp_name, link)
+        for index in range(model.start_layer, model.end_layer):
+            self.prepare_layer(model.layers[index], index)
+        defers = get_tensor_model_parallel_world_size() > 1 and any(each.joins in (REDUCED, OWN_FIRST) for each in plan)
+        communicator = open_communicator() if defers else None
+        rewire_layers(model.layers, model.start_layer, model.end_layer, plan, self.parts(), communicator)
         logger.info("Residual wiring: %s", wiring.spec)
 
+    def prepare_layer(self, layer: Any, index: int) -> None:
+        """What vLLM's class does not do for the family."""
 
-def checked_wiring(vllm_config: VllmConfig, model_type: str) -> Wiring:
-    """The wiring of the checkpoint, or ValueError with the reason it cannot be served so."""
-    config, parallel = vllm_config.model_config.hf_config, vllm_config.parallel_config
-    family = family_of(config.to_dict())
-    if family.model_type != model_type:
-        raise ValueError(
-            f"the checkpoint is a {family.model_type}, but the architecture asked for is that of {model_type}: in --hf-overrides "
-            f'name the architecture of the same family, e.g. {{"architectures": ["LadderLlamaForCausalLM"]}} for a Llama'
-        )
-    wiring = wiring_of(config)
-    check_wiring(family, wiring)
-    if wiring.kind in ("parallel", "delayed"):
-        raise ValueError(f"wiring {wiring.spec} is not served with vLLM; standard, ladder, desync and no-comm are")
-    wiring.check_tp(parallel.tensor_parallel_size)
-    if wiring.kind in ("desync", "no-comm") and parallel.pipeline_parallel_size > 1 and parallel.tensor_parallel_size > 1:
-        raise ValueError(
-            f"wiring {wiring.spec} lets the streams of the ranks differ, but between pipeline stages vLLM sends each rank's slice of "
-            f"one stream: run with --pipeline-parallel-size 1 (got {parallel.pipeline_parallel_size})"
-        )
-    if wiring.kind != "standard" and getattr(vllm_config.compilation_config.pass_config, "enable_sp", False):
-        raise ValueError(
-            "sequence parallelism (pass_config.enable_sp) rewrites the sums of standard layers only: switch it off"
-        )
-    if vllm_config.speculative_config is not None and vllm_config.speculative_config.method not in ("ngram", "suffix"):
-        raise ValueError(
-            f"speculative decoding with {vllm_config.speculative_config.method!r} reads hidden states that a rewired model does not "
-            f"have; ngram and suffix work"
-        )
-    if getattr(parallel, "enable_dbo", False):
-        raise ValueError(
-            "dual batch overlap runs two batches at once, but sums in flight are counted for one: run without --enable-dbo"
-        )
-    if model_type in ("mixtral", "qwen3_moe") and (parallel.enable_expert_parallel or parallel.data_parallel_size > 1):
-        raise ValueError(
-            "with expert or data parallelism vLLM sums the experts' outputs inside the layer, where the sum cannot be deferred: run "
-            "without --enable-expert-parallel and with --data-parallel-size 1"
-        )
-    return wiring
+    def parts(self) -> Parts:
+        """vLLM names the parts of a layer as transformers does, but for a mixture's."""
+        family = FAMILIES[self.model_type]
+        assert family.mlp_norm is not None
+        after = (family.attention_after, family.mlp_after) if family.post_norm else (None, None)  # else they are dropouts
+        return Parts(self.mlp_name, family.mlp_norm, *after, family.multiplier, self.pairs)
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
+        """As vLLM does; weights with NaN or infinities are refused by name."""
+        return super().load_weights(_finite(weights))  # type: ignore[misc]
+
+
+def _finite(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in weights:
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and not is_finite(tensor):
+            raise NonFiniteError(f"{name} holds NaN or infinite numbers: the checkpoint cannot be served")
+        yield name, tensor
 
 
 class LadderLlamaForCausalLM(RewiredForCausalLM, LlamaForCausalLM):
@@ -111,8 +103,49 @@ class LadderMixtralForCausalLM(RewiredForCausalLM, MixtralForCausalLM):
     mlp_name = "block_sparse_moe"
 
 
+class LadderQwen2MoeForCausalLM(RewiredForCausalLM, Qwen2MoeForCausalLM):
+    model_type = "qwen2_moe"
+
+
 class LadderQwen3MoeForCausalLM(RewiredForCausalLM, Qwen3MoeForCausalLM):
     model_type = "qwen3_moe"
+
+
+class LadderPhi3ForCausalLM(RewiredForCausalLM, Phi3ForCausalLM):
+    model_type = "phi3"
+
+
+class LadderGraniteForCausalLM(RewiredForCausalLM, GraniteForCausalLM):
+    model_type = "granite"
+    pairs = False
+
+
+class LadderGemmaForCausalLM(RewiredForCausalLM, GemmaForCausalLM):
+    model_type = "gemma"
+
+
+class LadderGemma2ForCausalLM(RewiredForCausalLM, Gemma2ForCausalLM):
+    model_type = "gemma2"
+
+
+class LadderGemma3TextForCausalLM(RewiredForCausalLM, Gemma3ForCausalLM):
+    model_type = "gemma3_text"
+
+
+class _NoRotation(nn.Module):
+    def forward(self, positions: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+        return query, key
+
+
+class LadderSmollm3ForCausalLM(RewiredForCausalLM, LlamaForCausalLM):
+    """vLLM runs SmolLM3 with transformers' layers. It is a Llama whose every fourth layer does not rotate."""
+
+    model_type = "smollm3"
+
+    def prepare_layer(self, layer: Any, index: int) -> None:
+        config: Any = self.config
+        if not config.no_rope_layers[index]:  # true for the layers that do rotate
+            layer.self_attn.rotary_emb = _NoRotation()
 
 
 class UnservedForCausalLM(LlamaForCausalLM):
@@ -121,6 +154,6 @@ class UnservedForCausalLM(LlamaForCausalLM):
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         family = family_of(vllm_config.model_config.hf_config.to_dict())
         raise ValueError(
-            f"rewired {family.model_type} checkpoints are not served with vLLM yet; served: {', '.join(SERVED_FAMILIES)}. "
-            f"`ladder generate` runs this one"
+            f"rewired {family.model_type} checkpoints are not served with vLLM: {UNSERVED[family.model_type]}. `ladder generate` runs "
+            f"them; served are {', '.join(SERVED_FAMILIES)}"
         )

@@ -7,12 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from ladder_residual.engine import graph_edges
-from ladder_residual.engine.launcher import BEHIND, BEHIND_BUT_NEWEST
+from ladder_residual.engine.cuda import graph_edges
+from ladder_residual.engine.cuda.pdl import PdlMode
 
-EARLY = 0x10001
-QKV, GATE_UP, DOWN, SUM, OUTPUT, COPY = 11, 12, 13, 21, 22, None  # compiled functions; a copy is no kernel
-LINE = {QKV: BEHIND, GATE_UP: BEHIND_BUT_NEWEST, DOWN: 2}
+FULL, PROGRAMMATIC = 0, 0x10001
+QKV, GATE_UP, DOWN, REDUCE, OUTPUT, COPY = 11, 12, 13, 21, 22, None  # compiled functions; a copy is no kernel
+CHAIN = {QKV: PdlMode.WAIT_AFTER_COMPUTE, GATE_UP: PdlMode.WAIT_BEFORE_NEWEST, DOWN: PdlMode.WAIT_THEN_TRIGGER}
 
 
 class Driver:
@@ -46,90 +46,91 @@ class Driver:
         return 700 if self.refuses else 0
 
 
-def settle(monkeypatch: pytest.MonkeyPatch, made: Driver, *, behind: int, beside=(OUTPUT,), sums=()) -> bool:
+def order(monkeypatch: pytest.MonkeyPatch, made: Driver, *, side=(OUTPUT,), all_reduces=()) -> bool:
+    """With one kernel that reads before it waits."""
     monkeypatch.setattr(graph_edges, "driver", lambda: made)
-    assert graph_edges.can_change_edges()
-    return graph_edges.wait_for_joined(SimpleNamespace(raw_cuda_graph=lambda: 99), LINE, beside, behind, sums)
+    assert graph_edges.can_edit_edges()
+    return graph_edges.order_side_streams(SimpleNamespace(raw_cuda_graph=lambda: 99), CHAIN, side, 1, all_reduces)
 
 
 def step() -> Driver:
-    """Down, then QKV, which joins a sum, then gate/up, which joins another and waits for it."""
-    nodes = {1: DOWN, 2: SUM, 3: QKV, 4: SUM, 5: GATE_UP, 6: COPY}
-    return Driver(nodes, {(1, 3): EARLY, (2, 3): EARLY, (3, 5): EARLY, (4, 5): EARLY, (6, 3): 0})
+    """Down, then QKV, which joins an all-reduce, then gate/up, which joins another and waits for it."""
+    nodes = {1: DOWN, 2: REDUCE, 3: QKV, 4: REDUCE, 5: GATE_UP, 6: COPY}
+    return Driver(nodes, {(1, 3): PROGRAMMATIC, (2, 3): PROGRAMMATIC, (3, 5): PROGRAMMATIC, (4, 5): PROGRAMMATIC, (6, 3): FULL})
 
 
-def test_only_what_a_kernel_joins_before_it_waits_becomes_ordinary(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_what_a_kernel_joins_before_it_waits_becomes_a_full_edge(monkeypatch: pytest.MonkeyPatch) -> None:
     made = step()
-    assert settle(monkeypatch, made, behind=1)
-    assert made.edges == {(1, 3): EARLY, (2, 3): 0, (3, 5): EARLY, (4, 5): EARLY, (6, 3): 0}
+    assert order(monkeypatch, made)
+    assert made.edges == {(1, 3): PROGRAMMATIC, (2, 3): FULL, (3, 5): PROGRAMMATIC, (4, 5): PROGRAMMATIC, (6, 3): FULL}
 
 
-def test_a_kernel_that_also_runs_beside_the_line_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One compiled function for down and for attention's output product: which of them it is cannot be told."""
+def test_a_kernel_that_also_runs_beside_the_chain_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One compiled function for down and for the output projection: which of them it is cannot be told."""
     made = step()
-    assert settle(monkeypatch, made, behind=1, beside=(OUTPUT, DOWN))
-    assert made.edges[1, 3] == made.edges[2, 3] == 0
+    assert order(monkeypatch, made, side=(OUTPUT, DOWN))
+    assert made.edges[1, 3] == made.edges[2, 3] == FULL
 
 
-KEPT = {(1, 2): EARLY, (2, 4): EARLY, (8, 6): EARLY, (5, 7): EARLY, (4, 7): EARLY}
+KEPT = {(1, 2): PROGRAMMATIC, (2, 4): PROGRAMMATIC, (8, 6): PROGRAMMATIC, (5, 7): PROGRAMMATIC, (4, 7): PROGRAMMATIC}
 
 
-def step_with_early_sums() -> Driver:
-    """Gate/up, down, its sum behind the sum before (one stream for both), then QKV, which joins attention's, then gate/up."""
-    nodes = {1: GATE_UP, 2: DOWN, 3: SUM, 4: SUM, 5: QKV, 6: SUM, 7: GATE_UP, 8: OUTPUT}
-    return Driver(nodes, {**KEPT, (3, 4): EARLY, (2, 5): EARLY, (6, 5): EARLY})
+def step_with_early_all_reduces() -> Driver:
+    """Gate/up, down, its all-reduce behind the one before (on one stream), then QKV, which joins attention's, then gate/up."""
+    nodes = {1: GATE_UP, 2: DOWN, 3: REDUCE, 4: REDUCE, 5: QKV, 6: REDUCE, 7: GATE_UP, 8: OUTPUT}
+    return Driver(nodes, {**KEPT, (3, 4): PROGRAMMATIC, (2, 5): PROGRAMMATIC, (6, 5): PROGRAMMATIC})
 
 
-def test_an_early_sum_has_down_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = step_with_early_sums()
-    assert settle(monkeypatch, made, behind=1, beside=(OUTPUT, SUM), sums=(SUM,))
-    assert made.edges == {**KEPT, (1, 5): 0, (6, 5): 0}
+def test_an_early_all_reduce_has_down_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = step_with_early_all_reduces()
+    assert order(monkeypatch, made, side=(OUTPUT, REDUCE), all_reduces=(REDUCE,))
+    assert made.edges == {**KEPT, (1, 5): FULL, (6, 5): FULL}
 
 
-def test_what_makes_way_for_a_sum_has_no_early_edge_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attention's sum taken for a kernel of the line: its edge would stay early, and QKV read what is still being made."""
-    made = step_with_early_sums()
+def test_what_makes_way_for_an_all_reduce_has_no_programmatic_edge_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's all-reduce taken for a kernel of the chain: its edge would stay programmatic, and QKV read too early."""
+    made = step_with_early_all_reduces()
     made.functions[6] = GATE_UP
-    assert not settle(monkeypatch, made, behind=1, beside=(OUTPUT, SUM), sums=(SUM,))
+    assert not order(monkeypatch, made, side=(OUTPUT, REDUCE), all_reduces=(REDUCE,))
 
 
 def test_without_a_gate_up_in_front_nothing_makes_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = step_with_early_sums()
-    made.edges[1, 2] = 0
-    assert settle(monkeypatch, made, behind=1, beside=(OUTPUT, SUM), sums=(SUM,))
-    assert made.edges == {**KEPT, (1, 2): 0, (2, 5): EARLY, (6, 5): 0}
+    made = step_with_early_all_reduces()
+    made.edges[1, 2] = FULL
+    assert order(monkeypatch, made, side=(OUTPUT, REDUCE), all_reduces=(REDUCE,))
+    assert made.edges == {**KEPT, (1, 2): FULL, (2, 5): PROGRAMMATIC, (6, 5): FULL}
 
 
-def test_a_down_that_also_runs_beside_the_line_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = step_with_early_sums()
-    assert settle(monkeypatch, made, behind=1, beside=(OUTPUT, SUM, DOWN), sums=(SUM,))
-    assert made.edges == {**KEPT, (3, 4): EARLY, (2, 5): 0, (6, 5): 0}
+def test_a_down_that_also_runs_beside_the_chain_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = step_with_early_all_reduces()
+    assert order(monkeypatch, made, side=(OUTPUT, REDUCE, DOWN), all_reduces=(REDUCE,))
+    assert made.edges == {**KEPT, (3, 4): PROGRAMMATIC, (2, 5): FULL, (6, 5): FULL}
 
 
-def test_a_sum_that_is_not_early_leaves_down_to_qkv(monkeypatch: pytest.MonkeyPatch) -> None:
-    nodes = {1: GATE_UP, 2: DOWN, 3: SUM, 4: SUM, 5: QKV}
-    edges = {(1, 2): EARLY, (2, 4): 0, (3, 4): 0, (2, 5): EARLY}
+def test_an_all_reduce_that_is_not_early_leaves_down_to_qkv(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes = {1: GATE_UP, 2: DOWN, 3: REDUCE, 4: REDUCE, 5: QKV}
+    edges = {(1, 2): PROGRAMMATIC, (2, 4): FULL, (3, 4): FULL, (2, 5): PROGRAMMATIC}
     made = Driver(nodes, dict(edges))
-    assert settle(monkeypatch, made, behind=1, sums=(SUM,))
+    assert order(monkeypatch, made, all_reduces=(REDUCE,))
     assert made.edges == edges
 
 
-@pytest.mark.parametrize("what", ["not found", "two early", "refused"])
+@pytest.mark.parametrize("what", ["not found", "two programmatic", "refused"])
 def test_a_graph_that_cannot_be_trusted_is_not_run(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = step()
     if what == "not found":
         made.functions[3] = 77
-    elif what == "two early":
+    elif what == "two programmatic":
         made.functions[2] = GATE_UP
     else:
         made.refuses = "yes"
-    assert not settle(monkeypatch, made, behind=1)
+    assert not order(monkeypatch, made)
 
 
 def test_a_driver_without_the_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     for library in (None, SimpleNamespace(cuGraphGetEdges_v2=None)):
         monkeypatch.setattr(graph_edges, "driver", lambda library=library: library)
-        assert not graph_edges.can_change_edges()
+        assert not graph_edges.can_edit_edges()
 
 
 def test_the_parameters_of_a_kernel_lie_where_the_driver_puts_them() -> None:

@@ -1,8 +1,8 @@
-"""Matrix products that leave some multiprocessors to the sums running beside them.
+"""cuBLAS GEMMs that leave some SMs to the all-reduce running beside them.
 
-On Hopper cuBLAS launches one block per multiprocessor and each block takes several tiles. Where an all-reduce holds a few
-multiprocessors, the blocks meant for them start only when it ends: the product then lasts as long as the sum it should hide.
-Told to use fewer multiprocessors, it runs beside the sum in one wave.
+On Hopper cuBLAS launches one block per SM and each block computes several tiles. Where an all-reduce occupies a few SMs, the blocks meant
+for them start only when it ends: the GEMM then lasts as long as the all-reduce it should hide. With fewer SMs it runs beside the
+all-reduce in one wave.
 """
 
 from __future__ import annotations
@@ -14,25 +14,7 @@ from functools import cache
 
 import torch
 
-
-def multiprocessors(device: torch.device) -> int:
-    """Of the card; the interpreter, which runs programs one after another, gets two."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
-
-
-def shared_memory(device: torch.device) -> int:
-    """Bytes that one program may take of it; the interpreter, which has none, gets a Hopper card's."""
-    if device.type != "cuda":
-        return 227 << 10
-    from triton.runtime import driver
-
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return driver.active.utils.get_device_properties(index)["max_shared_mem"]
-
-
-def hopper(device: torch.device) -> bool:
-    """Whether kernels may be launched early and one instruction ask for many bytes: Hopper and later cards, not the interpreter."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+from .device import sm_count
 
 
 @cache
@@ -44,15 +26,15 @@ def _cublas() -> ctypes.CDLL | None:
 
 
 @contextmanager
-def products_leave(count: int, device: torch.device) -> Iterator[None]:
-    """Within the block, cuBLAS products issued by this thread use all multiprocessors but ``count``. Without the library (another
-    vendor) nothing changes: the setting only concerns speed."""
+def reserve_sms(count: int, device: torch.device) -> Iterator[None]:
+    """Within the block, cuBLAS GEMMs issued by this thread use all SMs but ``count``. Without the library (another vendor) nothing
+    changes: it only affects speed."""
     library = _cublas() if count and device.type == "cuda" else None
     if library is None:
         yield
         return
     handle = ctypes.c_void_p(torch.cuda.current_blas_handle())
-    library.cublasSetSmCountTarget(handle, multiprocessors(device) - count)
+    library.cublasSetSmCountTarget(handle, sm_count(device) - count)
     try:
         yield
     finally:

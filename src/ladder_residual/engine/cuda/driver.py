@@ -1,4 +1,4 @@
-"""The CUDA driver's library, for the few calls that neither torch nor Triton makes."""
+"""The CUDA driver library, for the few calls that neither torch nor Triton makes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from functools import cache
 
 @cache
 def driver() -> ctypes.CDLL | None:
-    """None on a machine without one."""
+    """None on a machine without CUDA."""
     try:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:

@@ -1,15 +1,15 @@
-"""Which kernels of a captured step wait for the end of which.
+"""Which kernels of a captured step wait for which to end, for the interleaved schedule.
 
-A kernel launched early is captured with *every* edge into it early: from the kernel before it in the line, and from sums and attention
-that it joins. One that reads before it waits (``launcher.BEHIND``: QKV) must not start before what it joins is complete, so those edges
-are made ordinary ones here, before the graph is instantiated.
+A kernel launched with PDL is captured with *every* edge into it programmatic: from the kernel before it on the chain, and from the
+all-reduces and attention kernels it joins from other streams. QKV reads before it waits (``PdlMode.WAIT_AFTER_COMPUTE``), so it must not
+start before what it joins is complete: those edges become full dependencies here, before the graph is instantiated.
 
-And of two kernels that may both begin before the end of one, in a graph neither does. Behind down come the MLP's sum, which has its input
-only then, and the next QKV, which reads nothing of it. So if the sum is launched early, it alone stays tied to down: QKV waits for
-gate/up, which is in front of down and wrote the stream, by an ordinary edge, and so needs room on the card to begin, not down's leave.
-The next gate/up may then be on the card before down is through. All it reads before it waits is complete: the stream, since QKV, which
-lets it in, waited for the gate/up that wrote it, and attention's sum, which QKV joined. It stores nothing before the MLP's sum is there,
-which waited for down. And it cannot take down's place: the sum lets it in too, and that was let in when all of down was on the card.
+In a graph, of two kernels that may both start before a third ends, neither does. Behind down there are the MLP's all-reduce, which needs
+down's output, and the next QKV, which reads nothing of it. So if the all-reduce is launched early, it alone keeps a programmatic edge from
+down, and QKV gets a full dependency on gate/up, which precedes down and wrote the residual stream. The next gate/up may then be
+on the GPU before down ends. What it reads before it waits is complete: the stream, since QKV, which triggers it, waited for the
+gate/up that wrote it; and attention's all-reduce, which QKV joined. It stores nothing before the MLP's all-reduce is complete, which
+waited for down. And it cannot take down's place: the all-reduce triggers it too, and that started when all of down was on the GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from collections.abc import Collection, Container, Mapping
 import torch
 
 from .driver import driver
-from .launcher import BEHIND
+from .pdl import PdlMode
 
-ORDINARY = 0
+FULL = 0  # the data of an edge that waits for the end of a kernel; other values are programmatic edges
 KERNEL_NODE = 0
 CALLS = (
     "cuGraphGetEdges_v2",
@@ -44,57 +44,60 @@ class _KernelParams(ctypes.Structure):
     ]
 
 
-Edge = tuple[int, int, int]  # from, to, data, which is 0 for an ordinary edge
+Edge = tuple[int, int, int]  # from node, to node, data
 
 
-def can_change_edges() -> bool:
+def can_edit_edges() -> bool:
     """Drivers from CUDA 12.3 on can."""
     return driver() is not None and all(hasattr(driver(), name) for name in CALLS)
 
 
-def wait_for_joined(
-    graph: torch.cuda.CUDAGraph, line: Mapping[int, int], beside: Container[int], behind: int, sums: Collection[int] = ()
-) -> bool:
-    """``line``: the line's compiled kernels and how each waits; ``beside``: those of other streams; ``behind``: how often one was
-    started that reads before it waits; ``sums``: those of them that are sums launched early. False if the graph does not show all that
-    read before they wait, each with no early edge but that from down, or cannot be changed: it must then not be run. It must have been
-    captured with ``keep_graph`` and not be instantiated."""
+def order_side_streams(
+    graph: torch.cuda.CUDAGraph, chain: Mapping[int, PdlMode], side: Container[int], late_waits: int, all_reduces: Collection[int] = ()
+) -> bool:  # fmt: skip
+    """Edit the edges of a graph that was captured with ``keep_graph`` and is not instantiated.
+
+    ``chain``: the compiled functions of the chain and their modes. ``side``: functions launched on other streams. ``late_waits``: how
+    many kernels were launched in WAIT_AFTER_COMPUTE. ``all_reduces``: the functions of ``side`` that are all-reduces launched early.
+    False if the graph cannot be edited, or does not show all of the late waits, each with no programmatic edge but that from down:
+    it must not be run then."""
     try:
         handle = graph.raw_cuda_graph()
         edges = _edges(handle)
         functions = {node: _function(node) for edge in edges for node in edge[:2]}
-        along = {node for node, function in functions.items() if function in line and function not in beside}
-        readers = {node for node, function in functions.items() if line.get(function or 0) == BEHIND}
-        added = {node for node, function in functions.items() if function in sums}
-        gone, new, moved = _changes(edges, along, readers, added)
-        for call, changed in (("cuGraphRemoveDependencies_v2", gone), ("cuGraphAddDependencies_v2", new)):
+        chain_nodes = {node for node, function in functions.items() if function in chain and function not in side}
+        late = {node for node, function in functions.items() if chain.get(function or 0) == PdlMode.WAIT_AFTER_COMPUTE}
+        reducing = {node for node, function in functions.items() if function in all_reduces}
+        removed, new, moved = _changes(edges, chain_nodes, late, reducing)
+        for call, changed in (("cuGraphRemoveDependencies_v2", removed), ("cuGraphAddDependencies_v2", new)):
             for start, end, data in changed:
                 ends = ((ctypes.c_void_p * 1)(start), (ctypes.c_void_p * 1)(end))
                 _call(call, ctypes.c_void_p(handle), *ends, (ctypes.c_uint64 * 1)(data), ctypes.c_size_t(1))
     except RuntimeError:  # the driver refuses
         return False
-    early = [end for _, end, data in {*edges} - {*gone} if data != ORDINARY]
-    return len(readers) == behind and all(early.count(node) <= (node not in moved) for node in readers)
+    programmatic = [end for _, end, data in {*edges} - {*removed} if data != FULL]
+    return len(late) == late_waits and all(programmatic.count(node) <= (node not in moved) for node in late)
 
 
-def _changes(edges: list[Edge], along: set[int], readers: set[int], sums: set[int]) -> tuple[list[Edge], list[Edge], set[int]]:
-    """Edges to remove, edges to add, and those of the ``readers``, which read before they wait, that make way for a sum. ``along``:
-    kernels of the line."""
-    early = [(start, end) for start, end, data in edges if data != ORDINARY]
-    summed = {start: end for start, end in early if start in along and end in sums}  # by down
-    in_front = {end: start for start, end in early if start in along and end in summed}  # gate/up, by down
-    gone, new, moved = [], [], set()
+def _changes(
+    edges: list[Edge], chain: set[int], late: set[int], all_reduces: set[int]
+) -> tuple[list[Edge], list[Edge], set[int]]:  # fmt: skip
+    """Edges to remove, edges to add, and the nodes of ``late`` (which read before they wait) that make way for an all-reduce."""
+    programmatic = [(start, end) for start, end, data in edges if data != FULL]
+    reduced_by = {start: end for start, end in programmatic if start in chain and end in all_reduces}  # down -> its all-reduce
+    before_down = {end: start for start, end in programmatic if start in chain and end in reduced_by}  # down -> gate/up
+    removed, new, moved = [], [], set()
     for start, end, data in edges:
-        if end in readers and start in in_front:
-            gone.append((start, end, data))
-            new.append((in_front[start], end, ORDINARY))
+        if end in late and start in before_down:
+            removed.append((start, end, data))
+            new.append((before_down[start], end, FULL))
             moved.add(end)
-        elif end in readers and data != ORDINARY and start not in along:
-            gone.append((start, end, data))
-            new.append((start, end, ORDINARY))
-        elif start in sums and end in summed.values():  # one stream for all sums: down waited for the one before already
-            gone.append((start, end, data))
-    return gone, new, moved
+        elif end in late and data != FULL and start not in chain:
+            removed.append((start, end, data))
+            new.append((start, end, FULL))
+        elif start in all_reduces and end in reduced_by.values():  # all on one stream: down waited for the one before already
+            removed.append((start, end, data))
+    return removed, new, moved
 
 
 def _edges(handle: int) -> list[Edge]:

@@ -1,46 +1,42 @@
-"""Starts kernels, and tells each how to wait for the one before it (``kernels_project.py`` has the numbers)."""
+"""Launches kernels and tells each when to wait for the previous one (``pdl.py``)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from .carveout import set_carveout
-
-EARLY = (0, 1, 2)  # what may be asked of all kernels of an engine: off; the next one may start at once; once the input is there
-# Of a kernel that can read before it waits:
-BEHIND = 3  # nothing that it reads is still being made when it starts
-BEHIND_BUT_NEWEST = 4  # nothing but the last output that it absorbs
+from .pdl import PdlMode
+from .smem_carveout import set_carveout
 
 
 @dataclass
 class Launcher:
-    """``dependent`` says whether programmatic dependent launch may tie the next kernel to the one before it."""
+    """One per CUDA stream of a chain."""
 
-    pdl: int = 1  # one of EARLY
-    dependent: bool = False
-    carveout: int | None = None  # GemvTiles
-    next_waits: int = 0  # how the next kernel may wait if it can read before: BEHIND, BEHIND_BUT_NEWEST; 0: as ``pdl`` says
-    started: dict[int, int] = field(default_factory=dict)  # compiled kernels, and how each waits
-    behind: int = 0  # kernels started as BEHIND
+    pdl: PdlMode = PdlMode.TRIGGER_THEN_WAIT  # of kernels that wait before they read
+    dependent: bool = False  # whether the next kernel may start before the previous one ends
+    smem_carveout: int | None = None  # per cent, of every kernel (``smem_carveout.py``)
+    next_pdl: PdlMode | None = None  # of the next kernel, if that can read before it waits
+    launched: dict[int, PdlMode] = field(default_factory=dict)  # compiled functions and their modes
+    late_waits: int = 0  # launches in WAIT_AFTER_COMPUTE
 
     def __call__(
-        self, kernel: Any, grid: tuple[int, ...], *args: Any, warps: int, registers: int | None = None,
-        reads_before: bool = False, **constants: Any,
+        self, kernel: Any, grid: tuple[int, ...], *args: Any, num_warps: int, max_registers: int | None = None,
+        can_read_before_wait: bool = False, **constants: Any,
     ) -> None:  # fmt: skip
-        options: dict[str, Any] = {"num_warps": warps}
-        if registers:
-            options["maxnreg"] = registers
+        options: dict[str, Any] = {"num_warps": num_warps}
+        if max_registers:
+            options["maxnreg"] = max_registers
         if self.pdl and self.dependent:
             options["launch_pdl"] = True
-        waits = constants["PDL"] = self.waits(reads_before)
-        compiled = kernel[grid](*args, **constants, **options)
-        set_carveout(compiled, self.carveout)
-        self.started[getattr(compiled, "function", 0)] = waits
-        self.behind += waits == BEHIND
-        self.dependent = True  # the next kernel on this stream may lean on this one, unless an event comes between
+        mode = self.take_mode(can_read_before_wait)
+        compiled = kernel[grid](*args, **constants, PDL=int(mode), **options)
+        set_carveout(compiled, self.smem_carveout)
+        self.launched[getattr(compiled, "function", 0)] = mode
+        self.late_waits += mode == PdlMode.WAIT_AFTER_COMPUTE
+        self.dependent = True  # on this stream, until an event comes between
 
-    def waits(self, reads_before: bool) -> int:
-        """How the next kernel waits: as its input allows, if it can and the one before it may still be running."""
-        waits, self.next_waits = self.next_waits, 0
-        return waits if waits and reads_before and self.pdl and self.dependent else self.pdl
+    def take_mode(self, can_read_before_wait: bool) -> PdlMode:
+        """The mode of the kernel launched now; ``next_pdl`` holds for one kernel."""
+        asked, self.next_pdl = self.next_pdl, None
+        return asked if asked and can_read_before_wait and self.pdl and self.dependent else self.pdl

@@ -1,7 +1,7 @@
-"""Where work runs: a thin layer over CUDA streams and events, with a twin that records instead, for tests on the CPU.
+"""Where work runs: a thin layer over CUDA streams and events, with a twin for the CPU that records instead.
 
-Names: ``main`` (the only lane, or the MLP's), ``attention`` (the attention lane of two, or attention beside a woven one), ``sum-0``
-and ``sum-1`` (all-reduces that run beside the main lane, attention's and the MLP's apart so that neither queues behind the other).
+Names: ``main`` (the only chain, or the MLP's), ``attention`` (the attention chain, or attention beside an interleaved chain),
+``reduce-attention`` and ``reduce-mlp`` (all-reduces beside the main stream, apart so that neither queues behind the other).
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any, Protocol
 
 import torch
 
-NAMES = ("main", "attention", "sum-0", "sum-1")
-
 
 class Streams(Protocol):
-    def on(self, name: str) -> Any: ...
+    def on(self, name: str, what: str) -> Any:
+        """A context whose work, called ``what`` in a log, runs on stream ``name``."""
+        ...
 
     def record(self, name: str, what: str) -> Any: ...
 
@@ -24,13 +24,14 @@ class Streams(Protocol):
 
 
 class CudaStreams:
-    """``main`` is whatever stream is current (under capture: the capturing one); the others are forked from it by events."""
+    """``main`` is the current stream (under capture: the capturing one); the others are forked from it by events."""
 
     def __init__(self, device: torch.device, *, priorities: tuple[int, int] = (0, 0)) -> None:
+        attention, reduce = priorities
         self._side = {
-            "attention": torch.cuda.Stream(device, priority=priorities[0]),
-            "sum-0": torch.cuda.Stream(device, priority=priorities[1]),
-            "sum-1": torch.cuda.Stream(device, priority=priorities[1]),
+            "attention": torch.cuda.Stream(device, priority=attention),
+            "reduce-attention": torch.cuda.Stream(device, priority=reduce),
+            "reduce-mlp": torch.cuda.Stream(device, priority=reduce),
         }
         self._device = device
 
@@ -38,7 +39,7 @@ class CudaStreams:
         return torch.cuda.current_stream(self._device) if name == "main" else self._side[name]
 
     @contextmanager
-    def on(self, name: str) -> Iterator[None]:
+    def on(self, name: str, what: str) -> Iterator[None]:
         if name == "main":
             yield
         else:
@@ -55,13 +56,14 @@ class CudaStreams:
 
 
 class RecordingStreams:
-    """Runs everything in order and writes down who waited for what: ``log`` holds (stream, verb, what)."""
+    """Runs everything in order; ``log`` holds (stream, verb, what)."""
 
     def __init__(self) -> None:
         self.log: list[tuple[str, str, str]] = []
 
     @contextmanager
-    def on(self, name: str) -> Iterator[None]:
+    def on(self, name: str, what: str) -> Iterator[None]:
+        self.log.append((name, "compute", what))
         yield
 
     def record(self, name: str, what: str) -> str:
@@ -70,6 +72,3 @@ class RecordingStreams:
 
     def wait(self, name: str, event: str) -> None:
         self.log.append((name, "wait", event))
-
-    def compute(self, name: str, what: str) -> None:
-        self.log.append((name, "compute", what))

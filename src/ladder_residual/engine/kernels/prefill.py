@@ -1,9 +1,11 @@
-"""Between the products of a prompt: rotary embedding and cache write, for every token at once."""
+"""Prefill: rotary embedding and cache write for every token of the prompts."""
 
 from __future__ import annotations
 
-from ._triton import tl, triton
-from .kernels_attention import _head_rows
+import triton
+import triton.language as tl
+
+from .common import load_heads
 
 
 @triton.jit
@@ -17,7 +19,7 @@ def rotate_and_store(
     q_ptr,  # (rows, HEADS, DIM)
     k_cache_ptr,  # (B, KV_HEADS, max_context, DIM)
     v_cache_ptr,
-    steps,
+    length,
     max_context,
     eps,
     HEADS: tl.constexpr,
@@ -30,8 +32,8 @@ def rotate_and_store(
 ):
     """One program per row (sequence and position)."""
     row = tl.program_id(0).to(tl.int64)
-    sequence = row // steps
-    position = row % steps
+    sequence = row // length
+    position = row % length
     width: tl.constexpr = (HEADS + 2 * KV_HEADS) * DIM
     dims = tl.arange(0, DIM)
     swapped = (dims + DIM // 2) % DIM
@@ -40,22 +42,22 @@ def rotate_and_store(
 
     heads = tl.arange(0, HEADS_PAD)
     mask = heads < HEADS
-    q = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, q_norm_ptr, row, width, heads * DIM, dims, mask, eps, 1,
+    q = load_heads(qkv_ptr, qkv_ptr, bias_ptr, q_norm_ptr, row, width, heads * DIM, dims, mask, eps, 1,
                    1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
-    turned = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, q_norm_ptr, row, width, heads * DIM, swapped, mask, eps, 1,
-                        1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
+    q_swapped = load_heads(qkv_ptr, qkv_ptr, bias_ptr, q_norm_ptr, row, width, heads * DIM, swapped, mask, eps, 1,
+                           1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
     place = q_ptr + (row * HEADS + heads)[:, None] * DIM + dims[None, :]
-    tl.store(place, (q * cos + turned * sin).to(q_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(place, (q * cos + q_swapped * sin).to(q_ptr.dtype.element_ty), mask=mask[:, None])
 
     heads = tl.arange(0, KV_PAD)
     mask = heads < KV_HEADS
     first = (HEADS + heads) * DIM
-    k = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first, dims, mask, eps, 1,
+    k = load_heads(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first, dims, mask, eps, 1,
                    1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
-    turned = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first, swapped, mask, eps, 1,
-                        1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
-    v = _head_rows(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first + KV_HEADS * DIM, dims, mask, eps, 1,
+    k_swapped = load_heads(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first, swapped, mask, eps, 1,
+                           1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
+    v = load_heads(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first + KV_HEADS * DIM, dims, mask, eps, 1,
                    1, True, BIAS, False, DIM)  # fmt: skip
     place = ((sequence * KV_HEADS + heads) * max_context + position)[:, None] * DIM + dims[None, :]
-    tl.store(k_cache_ptr + place, (k * cos + turned * sin).to(k_cache_ptr.dtype.element_ty), mask=mask[:, None])
+    tl.store(k_cache_ptr + place, (k * cos + k_swapped * sin).to(k_cache_ptr.dtype.element_ty), mask=mask[:, None])
     tl.store(v_cache_ptr + place, v.to(v_cache_ptr.dtype.element_ty), mask=mask[:, None])

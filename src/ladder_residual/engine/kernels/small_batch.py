@@ -1,59 +1,61 @@
-"""Matrix products for a few sequences (2 to 16): weights stream through the tensor cores once, what a module adds rides along.
+"""GEMM for a few sequences (2 to 16): the weights stream through the tensor cores once, everything else is fused around them.
 
-A batch this small leaves a product bound by memory, as one token does, but its multiplications no longer fit beside the loads:
-``tl.dot`` does them, with the weights' rows as its rows and the sequences padded to the 16 columns it needs. The first tile of
-weights is requested before ``gdc_wait`` (``kernels_project.py`` says why that is allowed); the compiler pipelines the others.
+A batch this small is still bound by memory, but its multiplications no longer hide behind the loads on the CUDA cores: ``tl.dot`` does
+them, with the weights' rows as its rows and the sequences padded to the 16 columns it needs. The first tile of weights is loaded
+before the wait; the compiler pipelines the others.
 """
 
 from __future__ import annotations
 
-from ._triton import tl, triton
-from .kernels_project import _after_the_previous_kernel
+import triton
+import triton.language as tl
 
-SEQUENCES = 16  # columns of a product: the least tl.dot takes
+from .common import wait_for_previous_kernel
+
+MIN_COLUMNS = 16  # the least tl.dot takes
 
 
 @triton.jit
-def project_rows(
+def small_batch_gemm(
     in_ptr,  # (B, K)
     w_ptr,  # (N, K), or (2 * N, K) for gate over up
     stream_ptr,  # float32 (B, N), with ADD_STREAM
-    other_ptr,  # (B, N), with ADD_OTHER
-    out_ptr,  # (B, N); SLICES > 1: float32 (SLICES, B, N)
+    partial_ptr,  # (B, N), with ADD_PARTIAL
+    out_ptr,  # (B, N); SPLIT_K > 1: float32 (SPLIT_K, B, N)
     stream_scale,
     B,
     N,
     K: tl.constexpr,
     ROWS: tl.constexpr,  # rows of W per program; as many again of up
     BLOCK_K: tl.constexpr,
-    SLICES: tl.constexpr,  # K is cut where the rows alone are too few to fill the card
+    SPLIT_K: tl.constexpr,  # above 1 where the rows alone give too few programs to fill the GPU
     COLUMNS: tl.constexpr,
-    STAGES: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
     GATED: tl.constexpr,
     ADD_STREAM: tl.constexpr,
-    ADD_OTHER: tl.constexpr,
+    ADD_PARTIAL: tl.constexpr,
     PDL: tl.constexpr,
 ):
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row_mask = rows < N
     part = tl.program_id(1)
-    SLICE: tl.constexpr = K // SLICES
+    PART_K: tl.constexpr = K // SPLIT_K
     offs = tl.arange(0, BLOCK_K)
     b = tl.arange(0, COLUMNS)
-    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + (part * SLICE + offs)[None, :]
+    w_ptrs = w_ptr + rows.to(tl.int64)[:, None] * K + (part * PART_K + offs)[None, :]
     up_ptrs = w_ptrs + N.to(tl.int64) * K
-    x_ptrs = in_ptr + b[:, None] * K + (part * SLICE + offs)[None, :]
-    first_mask = row_mask[:, None] & (offs < SLICE)[None, :]
+    x_ptrs = in_ptr + b[:, None] * K + (part * PART_K + offs)[None, :]
+    first_mask = row_mask[:, None] & (offs < PART_K)[None, :]
     w = tl.load(w_ptrs, mask=first_mask, other=0.0, eviction_policy="evict_first")
     if GATED:
         up_w = tl.load(up_ptrs, mask=first_mask, other=0.0, eviction_policy="evict_first")
-    _after_the_previous_kernel(PDL)
-    x = tl.trans(tl.load(x_ptrs, mask=(b < B)[:, None] & (offs < SLICE)[None, :], other=0.0))
+    wait_for_previous_kernel(PDL)
+    x = tl.trans(tl.load(x_ptrs, mask=(b < B)[:, None] & (offs < PART_K)[None, :], other=0.0))
     y = tl.dot(w, x)
     if GATED:
         up = tl.dot(up_w, x)
-    for start in tl.range(BLOCK_K, SLICE, BLOCK_K, num_stages=STAGES):
-        inside = start + offs < SLICE
+    for start in tl.range(BLOCK_K, PART_K, BLOCK_K, num_stages=NUM_STAGES):
+        inside = start + offs < PART_K
         mask = row_mask[:, None] & inside[None, :]
         w = tl.load(w_ptrs + start, mask=mask, other=0.0, eviction_policy="evict_first")
         x = tl.trans(tl.load(x_ptrs + start, mask=(b < B)[:, None] & inside[None, :], other=0.0))
@@ -67,6 +69,6 @@ def project_rows(
     mask = row_mask[:, None] & (b < B)[None, :]
     if ADD_STREAM:
         y += stream_scale * tl.load(stream_ptr + places, mask=mask, other=0.0)
-    if ADD_OTHER:
-        y += tl.load(other_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    if ADD_PARTIAL:
+        y += tl.load(partial_ptr + places, mask=mask, other=0.0).to(tl.float32)
     tl.store(out_ptr + places, y.to(out_ptr.dtype.element_ty), mask=mask)

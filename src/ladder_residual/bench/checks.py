@@ -1,0 +1,48 @@
+"""What makes a result of the CUDA engine's benchmarks doubtful, found in its rows. No torch: reports use it too."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+
+class SlowReduce(NamedTuple):
+    """An emulated all-reduce that lasted longer than its link says."""
+
+    batch: int
+    link: str
+    link_us: float
+    measured_us: float
+
+
+def slow_reduces(rows: Sequence[Mapping[str, Any]], layers: int) -> list[SlowReduce]:
+    """An emulated all-reduce copies its message, and copying may take longer than the link it stands for. The time standard waits for
+    each of its all-reduces shows that; its kernels may start a little later too, so a tenth is allowed. Links without PDL are
+    longer on purpose."""
+    field = "ms_per_token" if any("ms_per_token" in row for row in rows) else "ms"
+    steps = {(row["batch"], row["link"]): row for row in rows if row["wiring"] == "standard"}
+    found = []
+    for (batch, link), row in steps.items():
+        if (without := steps.get((batch, "none"))) is not None and link != "none" and row.get("pdl", True):
+            waited = 1e3 * (row[field] - without[field]) / (2 * layers)
+            if waited > 1.1 * row["link_us"] + 1:
+                found.append(SlowReduce(batch, link, row["link_us"], waited))
+    return found
+
+
+def warnings_of(result: Mapping[str, Any]) -> list[str]:
+    """One line for each doubt about a result, in words."""
+    rows = result["rows"]
+    lines = []
+    if rows and all("link_us" in row for row in rows):
+        lines += [
+            f"batch {slow.batch}, {slow.link}: all-reduces lasted {slow.measured_us:.1f} us where the link says {slow.link_us}"
+            for slow in slow_reduces(rows, result["layers"])
+        ]
+    share = max((row["roofline_share"] for row in rows if "roofline_share" in row), default=0.0)
+    if share > 1:
+        fastest = share * result["read_bandwidth_tb_s"]
+        lines.append(
+            f"the read bandwidth was measured low: a step itself read {fastest:.3f} TB/s, so roofline shares are too high"
+        )
+    return lines

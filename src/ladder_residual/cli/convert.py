@@ -1,0 +1,59 @@
+"""``ladder convert``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..common.terminal import show
+from .options import Device, Source
+
+
+def convert(
+    source: Source,
+    target: Annotated[Path, typer.Argument(help="Directory to write.")],
+    wiring: Annotated[
+        str,
+        typer.Option(help="e.g. ladder, ladder:last-half, ladder:16-31, desync-2x; standard is the way back; auto chooses."),
+    ],
+    copy: Annotated[bool, typer.Option("--copy/--link", help="Copy the weights instead of linking them.")] = False,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
+    layers: Annotated[int | None, typer.Option(help="With auto: how many layers to convert.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(help="With auto: by how many nats the loss may rise, before any recovery training.")
+    ] = None,
+    calibration: Annotated[str | None, typer.Option(help="With auto: text to choose the layers on (.txt, .jsonl).")] = None,
+    check: Annotated[
+        str | None, typer.Option(help="With auto: text to check the choice on; default: the rest of the calibration text.")
+    ] = None,
+    calibration_tokens: Annotated[int | None, typer.Option(help="With auto; default: 2048 on a CPU, 65536 on a GPU.")] = None,
+    device: Device = "auto",
+) -> None:
+    """Rewire a checkpoint: its config changes, its weights stay."""
+    from ..models.convert import check_target, describe
+    from ..models.convert import convert as run
+    from ..models.preflight import check_source
+
+    options = {"--layers": layers, "--budget": budget, "--calibration": calibration, "--check": check}
+    if wiring != "auto":
+        if given := [name for name, value in options.items() if value is not None]:
+            raise ValueError(f"{', '.join(given)} belong to --wiring auto; with --wiring {wiring} the layers are named already")
+        describe(run(source, target, wiring, copy=copy, overwrite=overwrite), show)
+        return
+    if calibration is None:
+        raise ValueError("--wiring auto measures what each layer costs: give it a text with --calibration FILE")
+    check_source(source)
+    check_target(source, target, overwrite)
+    for name, file in (("calibration", calibration), ("check", check)):
+        if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
+            raise ValueError(f"--{name} {file}: no such file")
+    from ..adapt.api import select_layers
+
+    selection = select_layers(
+        source, calibration, layers=layers, budget=budget, check=check, tokens=calibration_tokens, device=device
+    )
+    selection.explain(show)
+    describe(run(source, target, selection.wiring, copy=copy, overwrite=overwrite), show)
+    selection.save(target, show)

@@ -1,0 +1,28 @@
+"""``ladder demo``."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .options import Json
+
+
+def demo(
+    as_json: Json = False,
+    export: Annotated[Path | None, typer.Option(help="Only write the shipped checkpoint to this directory.")] = None,
+) -> None:
+    """Convert, generate and measure on the tiny model the package ships; offline, under a minute."""
+    from ..bench.demo import export_demo, run
+
+    if export is not None:
+        export_demo(export)
+        print(f"written  {export}")
+        return
+    result = run((lambda line: print(line, file=sys.stderr)) if as_json else print)
+    if as_json:
+        print(json.dumps(result))

@@ -1,0 +1,32 @@
+"""``ladder inspect``."""
+
+from __future__ import annotations
+
+import json
+
+from .options import Json, Source
+
+
+def inspect(source: Source, as_json: Json = False) -> None:
+    """Family, wiring layer by layer, size, and memory per rank."""
+    from ..models.inspect import inspect_checkpoint
+
+    result = inspect_checkpoint(source)
+    if as_json:
+        print(json.dumps(result))
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    console.print(f"family      {result['family']}", highlight=False)
+    console.print(f"wiring      {result['wiring']}", highlight=False)
+    console.print(f"layers      {result['picture']}  (| standard, # rewired; layer 0 at the left)", highlight=False)
+    console.print(f"parameters  {result['parameters']:,} in {result['dtype']}", highlight=False)
+    table = Table("tp", "weights per rank", "KV cache per token and rank")
+    for tp, row in result["ranks"].items():
+        if "refused" in row:
+            table.add_row(str(tp), "-", row["refused"])
+        else:
+            table.add_row(str(tp), f"{row['weight_bytes'] / 2**20:,.1f} MiB", f"{row['kv_bytes_per_token'] / 2**10:,.1f} KiB")
+    console.print(table)

@@ -1,0 +1,174 @@
+"""Option types and parsers that several commands share."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ..common.suggest import did_you_mean
+
+
+def one_of(*values: str) -> dict[str, Any]:
+    """For an option of a few values: refused by name before anything is imported, and completed by the shell."""
+
+    def check(param: typer.CallbackParam, value: str) -> str:
+        if value not in values:
+            name = str(param.name).replace("_", "-")
+            raise ValueError(f"unknown {name} {value!r}{did_you_mean(value, values)}; choose from {', '.join(values)}")
+        return value
+
+    return {"callback": check, "autocompletion": lambda: list(values)}
+
+
+Source = Annotated[str, typer.Argument(help="Checkpoint directory, or hub id owner/name.")]
+Shape = Annotated[
+    str,
+    typer.Option(
+        "--model", help="Published shape (random weights) or checkpoint directory (on a GPU its shape, with random weights)."
+    ),
+]
+Layers = Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")]
+Ranks = Annotated[
+    int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.", show_default="1")
+]
+AllowNonfinite = Annotated[
+    bool, typer.Option("--allow-nonfinite", help="Load weights that hold NaN or infinite numbers all the same.")
+]
+Uneven = Annotated[bool, typer.Option("--uneven", help="Allow ranks with unequal numbers of heads.")]
+Device = Annotated[str, typer.Option(help="auto (a GPU if there is one), cpu or cuda.", **one_of("auto", "cpu", "cuda"))]
+Dtype = Annotated[
+    str,
+    typer.Option(
+        help="auto (as stored), float32, bfloat16 or float16.",
+        **one_of("auto", "float32", "fp32", "bfloat16", "bf16", "float16", "fp16"),
+    ),
+]
+Wiring = Annotated[
+    str | None, typer.Option("--wiring", help="Another wiring than the checkpoint's own, such as ladder:last-half.")
+]
+MaxTokens = Annotated[
+    int, typer.Option("--max-new-tokens", "--max-tokens", "-n", help="Tokens to generate at most, for each prompt.")
+]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="as the checkpoint says")]
+TopK = Annotated[
+    int | None, typer.Option(help="Sample from this many of the likeliest tokens.", show_default="as the checkpoint says")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from the likeliest tokens that have this probability together.", show_default="as the checkpoint says"
+    ),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option(
+        help="Sample from tokens of at least this share of the likeliest one's probability.",
+        show_default="as the checkpoint says",
+    ),
+]
+RepetitionPenalty = Annotated[
+    float | None, typer.Option(help="Above 1, tokens that occurred become less likely.", show_default="as the checkpoint says")
+]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop after this string; may be repeated.")]
+Seed = Annotated[
+    int | None,
+    typer.Option(help="The same seed gives the same text; more ranks differ by rounding at most.", show_default="a random one"),
+]
+Wirings = Annotated[str, typer.Option(help="Comma-separated, e.g. standard,ladder:last-half,ladder.")]
+Links = Annotated[
+    str,
+    typer.Option(
+        help="Emulated all-reduce: none, 24us, '24us,no-pdl', h200-nccl, 'alpha=12,beta=90'; several with ';' between."
+    ),
+]
+Repeats = Annotated[int, typer.Option(help="Measured runs per case.")]
+Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
+Engine = Annotated[
+    str,
+    typer.Option(
+        help="auto, cuda (fused kernels, CUDA graphs) or torch (any device, any model).", **one_of("auto", "cuda", "torch")
+    ),
+]
+EngineReducer = Annotated[
+    str,
+    typer.Option(
+        "--reducer",
+        help="All-reduce of the CUDA engine: nccl, or symm (symmetric memory, within a host).",
+        **one_of("nccl", "symm"),
+    ),
+]
+Schedule = Annotated[
+    str,
+    typer.Option(
+        help="Of the CUDA engine: serial, two_stream, interleaved, or auto (the fastest, measured at start-up).",
+        **one_of("auto", "serial", "two_stream", "interleaved"),
+    ),
+]
+CommDtype = Annotated[
+    str,
+    typer.Option(
+        help="What CPU ranks send in an all-reduce: same (the model's dtype) or bf16 (rounded; half of float32).",
+        **one_of("same", "bf16"),
+    ),
+]
+SmallAllreduce = Annotated[
+    str,
+    typer.Option(
+        help="Which all-reduces CPU ranks send directly to each other: fixed (by size) or measured (by size, on this link).",
+        **one_of("fixed", "measured"),
+    ),
+]
+
+
+def split_wirings(text: str) -> list[str]:
+    """Commas separate wirings and, inside one, layers: a part that names layers (``5``, ``8-11``, ``last-2``) belongs
+    to the wiring before it."""
+    names: list[str] = []
+    for part in text.split(","):
+        if names and re.match(r"\s*(\d|first-|last-)", part):
+            names[-1] += "," + part.strip()
+        else:
+            names.append(part.strip())
+    if not all(names):
+        raise ValueError(f"--wirings {text!r}: an empty name between commas")
+    return names
+
+
+def split_links(text: str) -> list[str]:
+    """Links with ``;`` or ``,`` between; ``beta=..`` and ``no-pdl`` belong to the link before them."""
+    links: list[str] = []
+    for part in re.split("[;,]", text):
+        if links and part.strip().startswith(("beta=", "no-pdl")):
+            links[-1] += "," + part.strip()
+        else:
+            links.append(part.strip())
+    if not all(links):
+        raise ValueError(f"--links {text!r}: an empty name between separators")
+    return links
+
+
+def whole_numbers(text: str, option: str) -> list[int]:
+    """``1,4,16`` -> [1, 4, 16]."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isascii() and part.isdigit() and 0 < int(part) < 10**7 for part in parts):
+        raise ValueError(f"--{option} takes whole numbers above 0 with commas between, such as 1,4,16; got {text!r}")
+    return [int(part) for part in parts]
+
+
+def at_least_one(**numbers: int | None) -> None:
+    """Refuse options below 1; None is an option that was not given."""
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
+def check_model(name: str) -> None:
+    """Refuse what is neither a directory nor a published shape, before any rank is started."""
+    from ..models.presets import ModelShape
+
+    if not Path(name).is_dir():
+        ModelShape.from_name(name)

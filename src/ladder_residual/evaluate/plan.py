@@ -1,0 +1,82 @@
+"""What is asked of every model of an evaluation, checked before anything is loaded. No torch here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from ..generation.request import check_tokenizer_files
+from ..models.preflight import check_source
+from .tasks import HARNESS_REQUIRED, Wanted, wanted_tasks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of every model."""
+
+    wanted: Sequence[Wanted] = ()
+    folders: Sequence[Path] = ()
+    limit: int | None = None
+    chat: bool = False
+    allow_code: bool = False
+    perplexity: Path | None = None
+    context: int = 1024
+    stride: int = 512
+    max_length: int | None = None
+    batch_size: int = 8
+    batch_tokens: int | None = None
+
+
+def check_model(source: str | Path, *, tp: int, wiring: str | None, dtype: str, uneven: bool) -> None:
+    """ValueError with the fix, if the model at ``source`` cannot be evaluated on ``tp`` ranks; before any is started."""
+    found = check_source(source, tp=tp, wiring=wiring, dtype=dtype, uneven=uneven)
+    check_tokenizer_files(found.checkpoint.directory)
+
+
+def check_windows(context: int, stride: int) -> None:
+    if context < 2:
+        raise ValueError(f"a window needs at least 2 tokens, got a context of {context}")
+    if not 1 <= stride <= context:
+        raise ValueError(f"the stride must be between 1 and the context of {context}, got {stride}")
+
+
+def make_plan(
+    *,
+    tasks: str | Sequence[str] | None,
+    perplexity: str | Path | None,
+    files: str | Path | Sequence[str | Path],
+    shots: str | int,
+    limit: int | None,
+    chat: bool,
+    allow_code: bool,
+    context: int,
+    stride: int,
+    max_length: int | None,
+    batch_size: int,
+    batch_tokens: int | None,
+) -> Plan:
+    """The plan that the arguments of ``evaluate`` describe; ValueError if it has nothing to do or cannot be done here."""
+    names = tasks if isinstance(tasks, str) or tasks is None else ",".join(tasks)
+    wanted = wanted_tasks(names, str(shots)) if names is not None else []
+    if not wanted and perplexity is None:
+        raise ValueError("nothing to do: give --tasks arc_easy,piqa or --perplexity FILE")
+    if perplexity is not None and not Path(perplexity).is_file():
+        raise ValueError(f"cannot read {perplexity}: no such file; --perplexity takes a text file")
+    check_windows(context, stride)
+    if wanted and find_spec("lm_eval") is None:
+        raise ValueError(HARNESS_REQUIRED)
+    return Plan(
+        wanted,
+        [Path(folder) for folder in ([files] if isinstance(files, str | Path) else files)],
+        limit,
+        chat,
+        allow_code,
+        Path(perplexity) if perplexity is not None else None,
+        context,
+        stride,
+        max_length,
+        batch_size,
+        batch_tokens,
+    )

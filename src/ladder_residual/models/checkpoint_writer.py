@@ -1,0 +1,135 @@
+"""The writer of Hugging Face directories that every command uses: they appear whole or not at all.
+
+with new_directory(target, overwrite=True) as directory:
+    directory.write("config.json", text)
+    model.save_pretrained(directory.path)
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..common.files import replace_text, swap, sync, umask
+
+
+class DirectoryWriter:
+    """The directory in the making. Every file is created anew: a name that is taken, also by a link, is an error."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def write(self, name: str, text: str) -> None:
+        with (self.path / name).open("x", encoding="utf-8") as file:
+            file.write(text)
+
+    def rewrite(self, name: str, text: str) -> None:
+        """Replace a file that a library has written."""
+        replace_text(self.path / name, text)
+
+    def copy(self, source: Path, name: str) -> str:
+        (self.path / name).open("xb").close()
+        shutil.copyfile(source, self.path / name)
+        return "copied"
+
+    def link(self, source: Path, name: str) -> str:
+        """A hard link, or a copy where the file system has no links or is another one."""
+        try:
+            os.link(source.resolve(), self.path / name)
+        except FileExistsError:
+            raise
+        except OSError:
+            return self.copy(source, name)
+        return "linked"
+
+
+@contextmanager
+def new_directory(target: str | Path, *, overwrite: bool = False) -> Iterator[DirectoryWriter]:
+    """``target`` gets what the block writes, when the block ends. If it fails, ``target`` stays as it was."""
+    target = Path(target).resolve()
+    check_replaceable(target, overwrite)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    except OSError as error:
+        raise ValueError(_cannot_write(target, error.strerror or str(error))) from error
+    try:
+        yield DirectoryWriter(draft)
+        mask = umask()
+        for path in draft.iterdir():
+            if (
+                path.stat().st_nlink == 1
+            ):  # safetensors writes files that only their owner can read; a linked one has its own mode
+                path.chmod(0o666 & ~mask)
+            sync(path)
+        sync(draft)
+        check_replaceable(target, overwrite)  # the block may have taken hours
+        draft.chmod(target.stat().st_mode if target.exists() else 0o777 & ~mask)
+        _put_in_place(draft, target)
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        raise
+    sync(target.parent)
+
+
+def check_replaceable(target: Path, overwrite: bool) -> None:
+    """ValueError unless ``target`` is new or empty, or a checkpoint that may be overwritten."""
+    if not target.exists():
+        above = next(path for path in target.parents if path.exists())
+        if not above.is_dir():
+            raise ValueError(_cannot_write(target, f"{above} is not a directory"))
+        try:  # not os.access(): root may do everything, except on a file system that takes nothing
+            os.rmdir(tempfile.mkdtemp(prefix=".ladder-", dir=above))
+        except OSError as error:
+            raise ValueError(_cannot_write(target, error.strerror or str(error))) from error
+        return
+    if not target.is_dir():
+        raise ValueError(f"{target} exists and is not a directory; choose another target")
+    if any(target.iterdir()) and not overwrite:
+        raise ValueError(f"{target} is not empty; choose another target or pass --overwrite")
+    if overwrite and not (target / "config.json").exists() and any(target.iterdir()):
+        raise ValueError(f"{target} holds files but no config.json, so it is no checkpoint: not overwritten")
+    folders = sorted(path.name for path in target.iterdir() if path.is_dir())
+    if folders:
+        raise ValueError(f"{target} holds the directory {folders[0]}, which is no part of a checkpoint: not overwritten")
+
+
+def _cannot_write(target: Path, why: str) -> str:
+    return f"cannot write {target}: {why}; choose another target"
+
+
+def _put_in_place(draft: Path, target: Path) -> None:
+    if not target.exists():
+        draft.rename(target)
+    elif not target.samefile(os.curdir) and swap(draft, target):
+        shutil.rmtree(draft)  # the old files
+    else:
+        _move_files(draft, target)
+
+
+def _move_files(draft: Path, target: Path) -> None:
+    """Into a working directory, which must stay the same one, or where directories cannot be swapped: the old files go aside, come
+    back if anything goes wrong, and are deleted last."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    emptied = False
+    try:
+        _move_all(target, aside)
+        emptied = True
+        _move_all(draft, target)
+    except BaseException:
+        if emptied:  # otherwise what is in the target is still old
+            _move_all(target, draft)
+        _move_all(aside, target)
+        aside.rmdir()
+        raise
+    draft.rmdir()
+    shutil.rmtree(aside)
+
+
+def _move_all(source: Path, target: Path) -> None:
+    for path in list(source.iterdir()):
+        path.rename(target / path.name)

@@ -1,0 +1,89 @@
+"""What a checkpoint's files and its ``config.json`` can refuse. Loading begins with this, and commands call it before they import
+torch or start a rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..common.suggest import did_you_mean
+from ..core.config import CONFIG_KEY, Wiring
+from .checkpoint_reader import Checkpoint, resolve
+from .families import Family, check_wiring, family_of
+from .presets import ModelShape
+from .sharding import check_divides
+
+DTYPES = {  # as users write them: as torch calls them
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+_STORED = {"BF16": "bfloat16", "F16": "float16"}
+# Without one of these in config.json the family's own default holds, which only transformers knows.
+_SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
+
+
+@dataclass(frozen=True)
+class CheckedSource:
+    """A checkpoint whose config, wiring and file headers are in order."""
+
+    checkpoint: Checkpoint
+    family: Family
+    wiring: Wiring
+    fields: dict[str, Any]  # of config.json, with the wiring that was asked for
+
+    @property
+    def shape(self) -> ModelShape | None:
+        """None if ``config.json`` leaves sizes, or whether a stored head counts, to the family's defaults."""
+        head = any(name.endswith(f"{self.family.head}.weight") for name in self.checkpoint.files)
+        if any(self.fields.get(name) is None for name in (*_SIZES, *(["tie_word_embeddings"] if head else []))):
+            return None
+        return ModelShape.from_hf({**self.fields, "model_type": self.family.model_type})
+
+    @property
+    def dtype(self) -> str:
+        """As the config says, or else as the weights are."""
+        said = self.fields.get("dtype") or self.fields.get("torch_dtype")
+        name = str(said).removeprefix("torch.")
+        return name if name in BYTES else _STORED.get(self.checkpoint.dtype(), "float32")
+
+
+def check_source(
+    source: str | Path,
+    *,
+    tp: int | None = None,
+    wiring: str | None = None,
+    dtype: str = "auto",
+    uneven: bool = False,
+    copies: bool = False,
+    allow_nonfinite: bool = False,
+) -> CheckedSource:
+    """Open ``source`` (directory or hub id), for ``tp`` ranks if they are known; ``wiring`` overrides its own. ValueError with the fix
+    if that cannot work."""
+    if dtype != "auto" and dtype not in DTYPES:
+        raise ValueError(f"unknown dtype {dtype!r}{did_you_mean(dtype, DTYPES)}; choose auto, {', '.join(DTYPES)}")
+    checkpoint = Checkpoint(resolve(source), copies=copies, allow_nonfinite=allow_nonfinite)
+    file = checkpoint.directory / "config.json"
+    family = family_of(checkpoint.config)
+    fields = {key: value for key, value in checkpoint.config.items() if key not in ("model_type", "auto_map")}
+    layers = fields.get("num_hidden_layers")
+    if not isinstance(layers, int) or isinstance(layers, bool):
+        raise ValueError(f"{file}: num_hidden_layers is {layers!r:.40}, expected a whole number")
+    chosen = stored = Wiring.from_config(fields, layers)
+    checkpoint.check_layers(layers)
+    if wiring is not None:
+        chosen = Wiring.parse(wiring, layers)
+        stored.check_same_weights(chosen)
+        fields[CONFIG_KEY] = chosen.spec
+    check_wiring(family, chosen)
+    found = CheckedSource(checkpoint, family, chosen, fields)
+    if tp is not None:
+        if shape := found.shape:
+            check_divides(shape, family, tp, uneven)
+        chosen.check_tp(tp)
+    return found

@@ -1,0 +1,59 @@
+"""Names of fields and tasks as people write them, and numbers as cells."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Where the general rule gives a poor name.
+NAMES = {
+    "no-comm": "no communication",
+    "p25_ms": "lower quartile, ms",
+    "p75_ms": "upper quartile, ms",
+    "tp": "ranks (tp)",
+    "ppl": "perplexity",
+    "pdl": "launched early (PDL)",
+}
+UNITS = {"ms": "ms", "us": "us", "s": "s", "seconds": "s", "gb": "GB", "percent": "%", "bytes": "bytes", "tflops": "TFLOP/s"}
+FACTS = {
+    "model": "model",
+    "layers": "layers",
+    "tp": "tp",
+    "batch": "batch",
+    "prompt": "prompt",
+    "context": "context",
+    "gpu": "GPU",
+    "machine": "machine",
+    "dtype": "dtype",
+    "torch": "torch",
+    "date": "date",
+}
+
+
+def readable(name: str) -> str:
+    """``arc_easy`` -> ``arc easy``."""
+    return NAMES.get(name, name.replace("_", " "))
+
+
+def heading(name: str) -> str:
+    """``prefill_ms`` -> ``prefill, ms``; ``tokens_per_second`` -> ``tokens/s``."""
+    if name in NAMES:
+        return NAMES[name]
+    if name.endswith("_per_second"):
+        return f"{readable(name.removesuffix('_per_second'))}/s"
+    stem, _, unit = name.rpartition("_")
+    return f"{readable(stem)}, {UNITS[unit]}" if stem and unit in UNITS else readable(name)
+
+
+def facts_of(document: Mapping[str, Any]) -> str:
+    """What a result says of its model and machine, in one line."""
+    found = {word: document.get(field) for field, word in FACTS.items()}
+    return ", ".join(f"{word} {value}" for word, value in found.items() if isinstance(value, str | int | float))
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

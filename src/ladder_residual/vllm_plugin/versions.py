@@ -1,0 +1,92 @@
+"""The vLLM releases the plugin runs on, and where their interfaces differ.
+
+vLLM's objects take any attribute. A field that a release renamed would be set, or read as its default, without a word: then
+experts are summed twice, or a pass rewrites all-reduces that are not there. So fields are set and read through here.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+OLDEST, NEWEST = (0, 26), (0, 33)
+INSTALL = 'pip install "vllm>=0.26,<0.34"'
+
+logger = logging.getLogger("vllm.ladder_residual")  # below vllm, whose handlers show it
+
+# Sequence parallelism and AsyncTP (`pass_config.enable_sp`, `fuse_gemm_comms`) left vLLM with this release.
+WITHOUT_SEQUENCE_PARALLELISM = (0, 32)
+
+
+def installed() -> str:
+    import vllm
+
+    return vllm.__version__
+
+
+def release() -> tuple[int, int] | None:
+    """Major and minor number; None for a build that does not say (a source tree without tags)."""
+    numbers = re.match(r"(\d+)\.(\d+)\.\d", installed())
+    return (int(numbers[1]), int(numbers[2])) if numbers else None
+
+
+def check_version() -> None:
+    """ValueError if rewired models are not known to run on the installed vLLM."""
+    found = release()
+    if found is not None and not OLDEST <= found <= NEWEST:
+        oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
+        raise ValueError(f"rewired models are served with vLLM {oldest} to {newest}, but {installed()} is installed: {INSTALL}")
+
+
+def checked(config: Any, name: str) -> Any:
+    """A field, which must exist."""
+    if not hasattr(config, name):
+        raise ValueError(f"vLLM {installed()} has no {type(config).__name__}.{name}, which the ladder plugin needs: {INSTALL}")
+    return getattr(config, name)
+
+
+def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Replace a function of vLLM by ``wrapper`` of it, once. Where it is missing vLLM's own models must run all the same."""
+    function = getattr(owner, name, None)
+    if function is None:
+        logger.error(
+            "vLLM %s has no %s.%s: it cannot serve rewired models, and ignores a wiring in --hf-overrides; %s",
+            installed(),
+            owner.__name__,
+            name,
+            INSTALL,
+        )
+    elif not getattr(function, "wrapped_by_ladder", False):
+        wrapped: Any = functools.wraps(function)(wrapper(function))
+        wrapped.wrapped_by_ladder = True
+        setattr(owner, name, staticmethod(wrapped) if isinstance(owner, type) else wrapped)
+
+
+def leave_unreduced(projection: Any) -> None:
+    """A row-parallel projection hands back this rank's partial."""
+    checked(projection, "reduce_results")
+    projection.reduce_results = False
+
+
+def leave_experts_unreduced(experts: Any) -> None:
+    config = checked(experts, "moe_config")
+    checked(config, "skip_final_all_reduce")
+    config.skip_final_all_reduce = True
+
+
+def sequence_parallel_passes(vllm_config: Any) -> list[str]:
+    """The passes in use that turn all-reduces into reduce-scatter and all-gather."""
+    passes = vllm_config.compilation_config.pass_config
+    names = ("enable_sp", "fuse_gemm_comms")
+    found = release()
+    if found is not None and found < WITHOUT_SEQUENCE_PARALLELISM:
+        return [name for name in names if checked(passes, name)]
+    return [name for name in names if getattr(passes, name, False)]
+
+
+def runs_two_batches(parallel_config: Any) -> bool:
+    """Dual batch overlap, or batches split in another number of parts."""
+    return checked(parallel_config, "use_ubatching")

@@ -1,0 +1,18 @@
+"""``ladder demo`` as users start it."""
+
+import json
+import subprocess
+import sys
+
+
+def test_the_demo_shows_what_it_promises():
+    done = subprocess.run(
+        [sys.executable, "-m", "ladder_residual", "demo", "--json"], capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    result = json.loads(done.stdout)
+    assert result["same_text"]
+    assert {row["wiring"] for row in result["overlap"]["rows"]} == {"standard", "ladder:last-half", "ladder", "no-comm"}
+    losses = result["losses"]
+    assert 1.2 < losses["standard"] < 1.4  # the loss of a model that knows the language of these stories
+    assert losses["standard"] < losses["ladder:last-half"] < losses["ladder"]

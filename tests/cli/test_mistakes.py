@@ -1,0 +1,165 @@
+"""What users do wrong: one line that names the value and the fix, exit code 2, and no time spent. All of these are refused in one
+process in which torch and transformers cannot be imported, so none of them waits for either, or for a rank."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+RUN_ALL = """
+import contextlib, io, json, os, sys
+
+class NoTorch:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "transformers"):
+            raise AssertionError(f"{name} was imported")
+
+sys.meta_path.insert(0, NoTorch())
+from ladder_residual.cli.main import main
+
+found = []
+for words in json.load(sys.stdin):
+    said = io.StringIO()
+    sys.argv = ["ladder", *words]
+    with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        try:
+            main()
+            code = 0
+        except SystemExit as ended:
+            code = ended.code
+        except BaseException as error:
+            code = repr(error)
+    found.append([code, said.getvalue()])
+print(json.dumps(found))
+"""
+
+# Words of the command line, and what the line must hold: the value, and the way out.
+MISTAKES = [
+    ("genrate stories", "'genrate'", "Did you mean 'generate'?"),
+    ("generate stories --promt x", "--promt", "--prompt"),
+    ("data prepar", "'prepar'", "Did you mean 'prepare'?"),
+    ("convert stories", "Missing argument", "ladder convert --help"),
+    ("convert stories out", "Missing option '--wiring'", "ladder convert --help"),
+    ("generate stories", "give either", "--prompt TEXT or --file FILE"),
+    ("generate stories -p x --file prompts.txt", "give either", "--prompt TEXT or --file FILE"),
+    ("generate stories -p x --out new.jsonl", "--out takes the completions of --file", "standard output"),
+    ("generate stories --file prompts.txt --out prompts.txt", "the same file (prompts.txt)", "would be overwritten"),
+    ("generate stories --file prompts.txt --resume", "--resume is for --out FILE", "give one"),
+    ("generate stories --file prompts.txt --out done.jsonl", "done.jsonl exists", "--resume to go on with it, --overwrite"),
+    ("generate stories --file prompts.txt --out done.jsonl --resume --overwrite", "--overwrite drops it", "give one of them"),
+    ("generate stories --file prompts.txt --out stories", "stories is a directory", "give a file"),
+    ("generate stories --file prompts.txt --out nowhere/x.jsonl", "no directory nowhere", "make it first"),
+    ("generate stories --file missing.txt", "cannot read missing.txt", "No such file"),
+    ("generate stories --file latin1.txt", "latin1.txt, line 2: not UTF-8", "iconv -f latin1 -t utf-8 latin1.txt"),
+    ("generate stories --file empty.txt", "empty.txt holds no prompt", "write one a line"),
+    ("generate stories --file bad.jsonl", "bad.jsonl, line 1", 'expected an object with "prompt"'),
+    ("generate stories -p x --tp 0", "--tp must be at least 1", "got 0"),
+    ("generate stories -p x --tp 3", "tp=3 does not divide 8 query heads", "use tp in [1, 2, 4, 8]"),
+    ("generate stories -p x --tp 16", "tp=16 is more than the model's 8 attention heads", "use at most 8"),
+    ("generate stories -p x --tp two", "'two'", "should be a valid integer"),
+    ("generate stories -p - --tp 2", "standard input, which only one process has", "use --file"),
+    ("generate stories -p x --wiring laddr", "unknown wiring 'laddr'", "did you mean 'ladder'"),
+    ("generate stories -p x --wiring ladder:9", "layer 9", "the model has 5 layers (0 to 4)"),
+    ("generate stories -p x --wiring ladder:last-9", "last-9 asks for 9 layers", "a model that has 5"),
+    ("generate stories -p x --wiring ladder:4-2", "the range 4-2 runs backwards", "write 2-4"),
+    ("generate stories -p x --wiring ladder@2", "'@2'", "drop it"),
+    ("generate stories -p x --wiring parallel", "standard to parallel", "train a parallel model from scratch"),
+    ("generate pinned -p x --tp 4", "was made for tp=2, this run has tp=4", "run with tp=2"),
+    ("generate stories -p x --device tpu", "unknown device 'tpu'", "choose from auto, cpu, cuda"),
+    ("generate stories -p x --dtype int3", "unknown dtype 'int3'", "choose from auto, float32"),
+    ("generate stories -p x --engine cudaa", "unknown engine 'cudaa'", "did you mean 'cuda'"),
+    ("generate stories -p x --schedule three", "unknown schedule 'three'", "choose from auto, serial, two_stream"),
+    ("generate stories -p x --reducer mpi", "unknown reducer 'mpi'", "choose from nccl, symm"),
+    ("generate stories -p x --comm-dtype fp8", "unknown comm-dtype 'fp8'", "choose from same, bf16"),
+    ("generate stories -p x --temperature -1", "temperature must be between 0 and 1000", "got -1"),
+    ("generate stories -p x --top-p 2", "top-p must be between 0 and 1", "got 2"),
+    ("generate stories -p x --max-tokens 0", "max-new-tokens must be between 1", "got 0"),
+    ("generate stories -p x --max-tokens 99999", "99999 new ones exceed the model's context of 512", "use --max-tokens 511"),
+    ("generate stories -p x --seed -1", "seed must be between 0", "got -1"),
+    ("generate stories -p x --batch-size 0", "--batch-size must be at least 1", "got 0"),
+    ("generate stories -p x --emulate tp=8", "cannot emulate 'tp=8'", "write tp=8,link="),
+    ("generate stories -p x --emulate tp=2,link=24us --tp 2", "brings its own tp", "leave out --tp 2"),
+    ("generate storis -p x", "no checkpoint directory at storis", "did you mean 'stories'"),
+    ("generate stories/nested -p x", "no checkpoint directory at stories/nested", "or a hub id owner/name"),
+    ("generate /nothing/there -p x", "no checkpoint directory at /nothing/there", "give a directory with config.json"),
+    ("generate nobody/nothing -p x", "nobody/nothing is no local directory", "give the path of a directory, or go online"),
+    ("generate prompts.txt -p x", "prompts.txt is a file", "a checkpoint is a directory"),
+    ("generate model.gguf -p x", "model.gguf is a GGUF file", "use the safetensors"),
+    ("generate gguf -p x", "only GGUF weights (q4.gguf)", "use the safetensors"),
+    ("generate pickled -p x", "only pickled weights (pytorch_model.bin)", "save_pretrained"),
+    ("generate quantised -p x", "quantised is quantised", "dequantise it first"),
+    ("generate remote -p x", "'mystery' comes with Python code of its own", "supported: "),
+    ("generate bert -p x", "unknown family: model_type 'bert'", "supported: "),
+    ("generate typo -p x", "model_type 'lama'", "did you mean 'llama'"),
+    ("generate empty -p x", "empty has no config.json", "is it a Hugging Face checkpoint?"),
+    ("generate broken -p x", "config.json is not readable JSON", "line 1"),
+    ("generate weightless -p x", "has neither model.safetensors nor", "download the model again"),
+    ("generate shallow -p x", "the weights of 5 layers", "config.json calls for 7"),
+    ("generate mute -p x", "mute has no tokenizer", "copy the tokenizer files of the original model"),
+    ("chat stories", "no chat template", "use `ladder generate`"),
+    ("chat stories --tp 3 --top-k -1", "top-k must be between 0", "got -1"),
+    ("convert stories stories --wiring ladder", "are the same directory", "choose another target"),
+    ("convert stories pinned --wiring ladder", "pinned is not empty", "pass --overwrite"),
+    ("convert stories prompts.txt/x --wiring ladder", "prompts.txt is not a directory", "choose another target"),
+    ("convert stories out --wiring laddr", "unknown wiring 'laddr'", "did you mean 'ladder'"),
+    ("convert stories out --wiring ladder --layers 2", "--layers belong to --wiring auto", "named already"),
+    ("convert stories out --wiring auto", "--wiring auto measures", "--calibration FILE"),
+    ("convert stories out --wiring auto --calibration no.txt", "--calibration no.txt", "no such file"),
+    ("inspect storis", "no checkpoint directory at storis", "did you mean 'stories'"),
+    ("eval stories", "nothing to do", "--perplexity FILE"),
+    ("eval stories --perplexity no.txt", "cannot read no.txt", "takes a text file"),
+    ("eval stories --perplexity prompts.txt --stride 0", "got 0", "the stride must be between 1 and"),
+    ("eval stories --perplexity prompts.txt --out r.txt", "got r.txt", "ends in .json"),
+    ("eval stories --perplexity prompts.txt --tp 3", "tp=3 does not divide", "use tp in [1, 2, 4, 8]"),
+    ("plan", "say which model", "--list"),
+    ("plan --model lama-3-70b", "'lama-3-70b'", "did you mean 'llama-3-70b'"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def answers(demo_dir, tmp_path_factory):
+    """Exit code and output of every mistake, made in a folder with these things in it."""
+    here = tmp_path_factory.mktemp("mistakes")
+    shutil.copytree(demo_dir, here / "stories")
+
+    def model(name, drop=(), add=(), **config):
+        shutil.copytree(demo_dir, here / name, ignore=shutil.ignore_patterns(*drop))
+        fields = json.loads((demo_dir / "config.json").read_text())
+        (here / name / "config.json").write_text(json.dumps(fields | config))
+        for file in add:
+            (here / name / file).write_bytes(b"x")
+
+    model("pinned", model_type="ladder_llama", wiring="desync-2x@2")
+    model("gguf", drop=["*.safetensors"], add=["q4.gguf"])
+    model("pickled", drop=["*.safetensors"], add=["pytorch_model.bin"])
+    model("quantised", quantization_config={"bits": 4})
+    model("remote", model_type="mystery", auto_map={"AutoModelForCausalLM": "modeling_mystery.Mystery"})
+    model("bert", model_type="bert")
+    model("typo", model_type="lama")
+    model("weightless", drop=["*.safetensors"])
+    model("shallow", num_hidden_layers=7)
+    model("mute", drop=["tokenizer*"])
+    (here / "empty").mkdir()
+    (here / "broken").mkdir()
+    (here / "broken" / "config.json").write_text("{")
+    (here / "prompts.txt").write_text("Once upon a time\n")
+    (here / "done.jsonl").write_text('{"prompt": "Once upon a time"}\n')
+    (here / "latin1.txt").write_bytes("Once\nCaf\u00e9\n".encode("latin-1"))
+    (here / "empty.txt").write_text("\n")
+    (here / "bad.jsonl").write_text('{"text": "x"}\n')
+    words = json.dumps([line.split() for line, *_ in MISTAKES])
+    done = subprocess.run([sys.executable, "-c", RUN_ALL], input=words, capture_output=True, text=True, cwd=here, timeout=120)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(zip([line for line, *_ in MISTAKES], json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize(("line", "value", "fix"), MISTAKES, ids=[line for line, *_ in MISTAKES])
+def test_a_mistake_is_one_line_with_the_value_and_the_fix(answers, line, value, fix):
+    code, said = answers[line]
+    assert code == 2, said
+    assert said.startswith("error: "), said
+    assert len(said.splitlines()) == 1, said
+    assert value in said
+    assert fix in said

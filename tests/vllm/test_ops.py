@@ -1,0 +1,124 @@
+"""The order in which all-reduces are issued and joined, with a reducer that records it; no engine is started here."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ladder_residual.core.reduce import Reducer, ReduceWork
+from ladder_residual.vllm_plugin import communicator as module
+from ladder_residual.vllm_plugin import ops  # noqa: F401  defines torch.ops.ladder_residual
+
+STREAM, WEIGHT, EPSILON = torch.full((2, 4), 100.0), torch.ones(4), 1e-6
+
+
+class Recorded(ReduceWork):
+    def __init__(self, result: Tensor, events: list[str]) -> None:
+        self.result, self.events = result, events
+
+    def wait(self) -> Tensor:
+        self.events.append("join")
+        return self.result
+
+
+class TwoEqualRanks(Reducer):
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    def launch(self, partial: Tensor) -> ReduceWork:
+        self.events.append("issue")
+        return Recorded(2 * partial, self.events)
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The process's communicator, without a process group."""
+    communicator = object.__new__(module.Communicator)
+    communicator.cuda, communicator.reducer, communicator.in_flight = False, TwoEqualRanks(), deque()
+    monkeypatch.setattr(module, "_opened", [communicator])
+    return communicator
+
+
+def partial(value: float) -> Tensor:
+    return torch.full((2, 4), float(value))
+
+
+def boundary(
+    new: Tensor,
+    in_flight: list[Tensor],
+    *,
+    keep: int = 0,
+    after: list[Tensor] | None = None,
+    arrived: bool = False,
+    own_joined: bool = False,
+    own_first: bool = False,
+) -> float:
+    """The stream after a boundary, which is the same number everywhere."""
+    flags = (keep, arrived, own_joined, own_first, True)
+    x, stream = torch.ops.ladder_residual.boundary(new, in_flight, STREAM, WEIGHT, EPSILON, after or [], *flags)
+    torch.testing.assert_close(x, torch.ones_like(x))  # normed
+    assert (stream == stream[0, 0]).all()
+    return stream[0, 0].item()
+
+
+def test_a_ladder_adds_what_is_one_module_old(here: Any) -> None:
+    first, second = partial(1), partial(10)
+    assert boundary(first, [], keep=1) == 100
+    assert boundary(second, [first], keep=1) == 102
+    assert here.reducer.events == ["issue", "issue", "join"]
+    latest, stream = torch.ops.ladder_residual.drain(partial(0.5), [second], STREAM, EPSILON, [], False, False)
+    assert (latest == 1).all()
+    assert (stream == 120).all()
+    assert not here.in_flight
+
+
+def test_delayed_adds_its_own_at_once_and_the_others_two_modules_later(here: Any) -> None:
+    first, second, third = partial(1), partial(10), partial(0.5)
+    assert boundary(first, [], keep=1, own_first=True) == 101
+    assert boundary(second, [first], keep=2, own_joined=True, own_first=True) == 110
+    assert boundary(third, [first, second], keep=2, own_joined=True, own_first=True) == 101.5
+    # A standard layer waits for all; its own module joins whole.
+    assert boundary(partial(3), [second, third], own_joined=True) == 100 + 10 + 0.5 + 6
+    assert not here.in_flight
+
+
+def test_a_post_norm_sees_the_reduced_output(here: Any) -> None:
+    first, second = partial(1), partial(10)
+    weights = [torch.full((4,), 5.0), torch.full((4,), 7.0)]
+    assert boundary(first, [], keep=1, after=weights[:1]) == 100
+    assert boundary(second, [first], after=weights) == pytest.approx(100 + 5 + 7)
+
+
+def test_what_arrives_from_another_stage_is_added_as_it_is(here: Any) -> None:
+    weights = [torch.full((4,), 7.0)]  # of this stage's module alone
+    assert boundary(partial(10), [partial(3)], arrived=True, after=weights) == pytest.approx(100 + 3 + 7)
+
+
+@pytest.mark.parametrize("arrived", [False, True])
+def test_all_reduces_left_by_a_failed_pass_are_forgotten(here: Any, arrived: bool) -> None:
+    """Also by a stage that receives: its first boundary has something to add, but nothing in flight."""
+    here.start(partial(1000), next_is_attention=False)
+    received = [partial(3)] if arrived else []
+    new = partial(1)
+    boundary(new, received, keep=1, arrived=arrived)
+    assert boundary(partial(10), [new], keep=1) == 102
+    assert len(here.in_flight) == 1
+
+
+@pytest.mark.parametrize(("piecewise", "next_is_attention"), [(True, True), (True, False), (False, True)])
+def test_a_piecewise_cuda_graph_ends_with_no_all_reduce_in_flight(
+    monkeypatch: pytest.MonkeyPatch, here: Any, piecewise: bool, next_is_attention: bool
+) -> None:
+    """Streams cannot be played here; the order in which all-reduces are issued and joined can."""
+    here.cuda = True
+    monkeypatch.setattr(module, "_in_piecewise_graph", lambda: piecewise)
+    here.start(partial(1), next_is_attention=False)
+    here.start(partial(10), next_is_attention=next_is_attention)
+    at_once = piecewise and next_is_attention
+    assert here.reducer.events == ["issue", "issue"] + (["join", "join"] if at_once else [])
+    assert [here.wait_for_oldest()[0, 0], here.wait_for_oldest()[0, 0]] == [2, 20]
+    assert here.reducer.events.count("join") == 2  # each once
