@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from rich.console import Console
 from rich.table import Table
 
 from lab.planner.fit import ASSUMED, CONSTANTS
 from lab.planner.validate import Validation
-from ladder_residual.plan.text import wide_console
+
+WIDTH = 180  # what the tables need, whatever the terminal or the pipe says
 
 
 def print_validation(result: Validation) -> None:
-    console = wide_console()
+    console = Console(width=WIDTH)
     for title, role in (("Checked points", "check"), ("Fit points: constants come from these, they validate nothing", "fit")):
         table = Table("point", "quantity", "measured", "planned", "error", "target", "", title=title)
         for row in result.comparisons:
@@ -49,8 +51,8 @@ def print_constants(refit: Mapping[str, float] | None = None) -> None:
         again = f"{refit[constant.key]:.4g}" if refit and constant.key in refit else ""
         origin = f"{constant.data}: {constant.fitted_on}"
         table.add_row(constant.key, f"{constant.shipped:.4g}", again, constant.meaning, origin)
-    wide_console().print(table)
+    Console(width=WIDTH).print(table)
     assumed = Table("chosen by hand, not fitted", "value", "why")
     for row in ASSUMED:
         assumed.add_row(*row)
-    wide_console().print(assumed)
+    Console(width=WIDTH).print(assumed)

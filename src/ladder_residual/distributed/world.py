@@ -296,8 +296,8 @@ def _leave(block: AbstractContextManager[World]) -> None:
 def tells_of_lost_peer(message: str) -> bool:
     """Whether a library's error message means that another rank is gone, silent or out of reach."""
     signs = ("Connection closed by peer", "Connection reset", "Connection refused", "Broken pipe", "imed out", "imeout after")
-    signs += ("imeout waiting for key", "Wait timeout")  # of a store in a file
-    return any(sign in message for sign in (*signs, "Connect timeout", "timeout caused", "failed to connect"))
+    store = ("imeout waiting for key", "Wait timeout")  # of a store in a file
+    return any(sign in message for sign in (*signs, *store, "Connect timeout", "timeout caused", "failed to connect"))
 
 
 _joined: list[World] = []  # the block this process is in, if any

@@ -89,8 +89,8 @@ def check_divides(shape: ModelShape, family: Family | None, tp: int, uneven: boo
         way_out = f"use tp in {fitting}" + (", or allow ranks with unequal numbers of heads (--uneven)" if offer else "")
         raise ValueError(f"tp={tp} does not divide {heads} query heads with {kv} KV heads evenly: {way_out}")
     if shape.intermediate_size % tp and not uneven:
-        offer = ", or allow unequal ranks (--uneven)" if uneven is not None else ""
-        raise ValueError(f"tp={tp} does not divide the MLP's {shape.intermediate_size} neurons; use a divisor{offer}")
+        way_out = "use a divisor" + (", or allow unequal ranks (--uneven)" if uneven is not None else "")
+        raise ValueError(f"tp={tp} does not divide the MLP's {shape.intermediate_size} neurons; {way_out}")
 
 
 _QUERY_ROWS = ("q_proj",)
