@@ -57,7 +57,7 @@ def test_a_killed_run_goes_on_to_the_same_losses(ground):
     again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
     assert again.returncode == 0, again.stderr[-2000:]
     assert "resume   " in again.stderr
-    assert "heldout.txt: loss" in again.stdout
+    assert "heldout.txt: held-out loss " in again.stdout
     first = log_entries(ground, "killed")[seen]["step"]
     assert first > 1, "it began again instead of going on"
     assert losses(ground, "killed") == expected, f"killed at step {step}, resumed at {first}"

@@ -32,6 +32,7 @@ def convert(
     device: Device = "auto",
 ) -> None:
     """Rewire a checkpoint: its config changes, its weights stay."""
+    from ..adapt.auto import Request
     from ..models.convert import check_target, describe
     from ..models.convert import convert as run
     from ..models.preflight import check_source
@@ -44,6 +45,7 @@ def convert(
         return
     if calibration is None:
         raise ValueError("--wiring auto measures what each layer costs: give it a text with --calibration FILE")
+    Request(calibration, layers, budget, check, calibration_tokens)  # refuses what cannot be asked for
     check_source(source)
     check_target(source, target, overwrite)
     for name, file in (("calibration", calibration), ("check", check)):

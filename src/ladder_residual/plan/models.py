@@ -33,7 +33,10 @@ def resolve_model(name: str) -> tuple[str, ModelShape]:
             raise ValueError(f"{path} has no config.json")
         return path.name if path.is_dir() else path.stem, shape_of_config(file)
     if may_be_hub_id(name):
-        return name, shape_of_config(fetch(name, ["config.json"]) / "config.json")
+        try:
+            return name, shape_of_config(fetch(name, ["config.json"]) / "config.json")
+        except ValueError as error:
+            raise ValueError(f"{error}{did_you_mean(name, presets())}") from error
     raise ValueError(
         f"unknown model {name!r}{did_you_mean(name, presets())}; give a preset ({', '.join(presets())}), a directory with config.json, "
         "or a hub id owner/name"
