@@ -5,8 +5,21 @@ import logging
 import os
 import signal
 import sys
+import time
 
 import torch
+
+from ladder_residual.distributed.launch import run_command
+from ladder_residual.distributed.sockets import PeerLost
+
+
+def lose_rank_1():
+    """Rank 0 notices first that rank 1 is going to be killed."""
+    if os.environ["RANK"] == "0":
+        raise PeerLost("rank 0 lost its connection to rank 1 at 127.0.0.1: Connection reset by peer")
+    time.sleep(1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 if __name__ == "__main__":
     found = {
@@ -20,3 +33,5 @@ if __name__ == "__main__":
     os.write(1, (json.dumps([os.environ["RANK"], found]) + "\n").encode())  # in one piece, beside the other rank's
     if "fail" in sys.argv:
         sys.exit(2 if os.environ["RANK"] == "1" else 0)
+    if "lose" in sys.argv:
+        run_command(lose_rank_1)

@@ -1,6 +1,7 @@
 """Ranks of one host: they meet where no other user can look, and start alike, forked from the launcher or executed anew."""
 
 import json
+import re
 import stat
 import subprocess
 import sys
@@ -71,3 +72,12 @@ def test_a_forked_rank_finds_what_an_executed_one_finds(arguments):
     assert forked[0] == (1 if "fail" in arguments else 0)
     if "fail" in arguments:  # the rank left no message: the launcher names it
         assert all("rank 1 of 2" in said and "failed with exit code 2" in said for said in (forked[2], executed[2]))
+
+
+@pytest.mark.parametrize("how", ["fork", "execute"])
+def test_the_killed_rank_is_named_although_another_spoke_first(how):
+    code, _, said = start(how, "lose")
+    cause, consequence = said.splitlines()
+    assert code == 1
+    assert re.match(r"error: rank 1 of 2 \(pid \d+\) on .* was killed by SIGKILL", cause)
+    assert consequence == "error: rank 0 lost its connection to rank 1 at 127.0.0.1: Connection reset by peer"

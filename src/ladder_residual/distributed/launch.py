@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
@@ -35,6 +36,7 @@ _HANDLERS = {signal.SIGINT: signal.default_int_handler} | dict.fromkeys(
 )
 STORE = "LADDER_STORE"  # environment variable: the file in which the ranks of ``launch`` find each other
 _MESSAGES = "LADDER_MESSAGES"  # environment variable: the directory in which ranks leave their error messages
+_CAUSE_SECONDS = 5.0  # how long a rank that lost another leaves it to the launcher to find out what became of that one
 
 
 def launched() -> int:
@@ -80,6 +82,9 @@ def report_error(message: str, code: int) -> None:
         draft = Path(folder, f"{rank}.draft")
         draft.write_text(json.dumps([code, message]), encoding="utf-8")
         draft.rename(Path(folder, rank))
+        if code == LOST_PEER and not _SILENT.search(message):
+            # The launcher ends all ranks when it sees the first that has failed, and knows of no other: that must be the cause.
+            time.sleep(_CAUSE_SECONDS)
     else:
         print(f"error: {message}" if rank == "0" else f"error: rank {rank}: {message}", file=sys.stderr)
 
@@ -201,23 +206,32 @@ def _explain(failures: Any, messages: Path, ranks: int) -> int:
     whole = [path for path in messages.iterdir() if path.suffix != ".draft"]
     left = {int(path.name): json.loads(path.read_text(encoding="utf-8")) for path in whole}
     causes = {rank: text for rank, (code, text) in sorted(left.items()) if code != LOST_PEER}
+    if not causes and not any(_SILENT.search(text) for _, text in left.values()):
+        # Ranks that lost a peer are consequences; the one they lost is the cause. Not one that the launcher ended after them.
+        gave_up = any(failure.exitcode == LOST_PEER for failure in failures.values())
+        unsaid = {
+            rank: failure
+            for rank, failure in failures.items()
+            if rank not in left and not (gave_up and failure.exitcode == -signal.SIGTERM)
+        }
+        if unsaid:
+            rank, failure = min(unsaid.items(), key=lambda item: item[1].timestamp)
+            if failure.exitcode == STOPPED:
+                return STOPPED  # the run itself says what was saved
+            print(f"error: rank {rank} of {ranks} {_end_of(failure)}; the other ranks were stopped", file=sys.stderr)
     said: set[str] = set()
     for rank, text in (causes or {rank: text for rank, (_, text) in sorted(left.items())}).items():
         if text not in said:
             print(f"error: {text}" if rank == 0 else f"error: rank {rank}: {text}", file=sys.stderr)
         said.add(text)
-    if any(left[rank][0] == USER_ERROR for rank in causes):
-        return USER_ERROR
-    if causes or any(_SILENT.search(text) for _, text in left.values()):
-        return 1  # a rank that was silent died of the launcher afterwards: that is no news
-    # Ranks that lost a peer are consequences; the one they lost is the cause, even if it was noticed later.
-    rank, failure = min(failures.items(), key=lambda item: (item[0] in left, item[1].timestamp))
-    if rank not in left:
-        code = failure.exitcode
-        if code == STOPPED:
-            return STOPPED  # the run itself says what was saved
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-        hint = " (if nobody did that, the host ran out of memory: see its kernel log)" if code == -signal.SIGKILL else ""
-        who = f"rank {rank} of {ranks} (pid {failure.pid}) on {socket.gethostname()}"
-        print(f"error: {who} {how}{hint}; the other ranks were stopped", file=sys.stderr)
-    return 1
+    # A rank that was silent died of the launcher: that is no news.
+    return USER_ERROR if any(left[rank][0] == USER_ERROR for rank in causes) else 1
+
+
+def _end_of(failure: Any) -> str:
+    """How a rank ended that said nothing."""
+    code, where = failure.exitcode, f"(pid {failure.pid}) on {socket.gethostname()}"
+    if code >= 0:
+        return f"{where} failed with exit code {code}"
+    hint = " (if nobody did that, the host ran out of memory: see its kernel log)" if code == -signal.SIGKILL else ""
+    return f"{where} was killed by {signal.Signals(-code).name}{hint}"
