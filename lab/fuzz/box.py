@@ -45,8 +45,13 @@ class Box:
         self.restore()
 
     def restore(self) -> None:
-        """Everything outside as it should be."""
-        shutil.rmtree(self.outside, ignore_errors=True)
+        """Everything outside as it should be. The folder stays: it is the working directory."""
+        self.outside.mkdir(parents=True, exist_ok=True)
+        for path in self.outside.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
         for name in _VICTIMS:
             (self.outside / name).parent.mkdir(parents=True, exist_ok=True)
             (self.outside / name).write_text(f"the content of {name}\n")

@@ -162,6 +162,14 @@ def test_the_judge_compares_contents_outside_the_box(box):
     assert box.changed() == []  # put back
 
 
+def test_a_relative_path_leads_to_the_watched_folder(box, monkeypatch):
+    """Also after everything was put back: the workers' working directory stays where it is."""
+    monkeypatch.chdir(box.outside)
+    box.restore()
+    Path("loot").write_text("x")
+    assert box.changed() == ["loot"]
+
+
 def test_the_judge_of_settings_and_of_resumed_runs(tmp_path):
     check_values({"a": 1.0, "b": (1, 2), "c": {"d": "x"}}, {"a": 1, "b": [1, 2], "c": {"d": "x"}})
     for wrong in ({"a": 2}, {"b": [1]}, {"c": {"d": "y"}}, {"e": None}):
