@@ -1,5 +1,6 @@
 """Checkpoints of a run in one process: saved on SIGTERM, damaged, and what the Trainer reads of them when it resumes, forged."""
 
+import json
 import os
 import random
 import shutil
@@ -8,6 +9,8 @@ import traceback
 
 import pytest
 import torch
+from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 
 from ladder_residual.adapt.run import adapt
 from ladder_residual.adapt.trainer import AdaptTrainer
@@ -32,9 +35,9 @@ def stopped(ground):
     [
         ("distill", "optimizer.pt", "a pickled object that is no tensor"),
         ("distill", "rng_state.pth", "a pickled object that is no tensor"),
-        ("distill", "pytorch_model.bin", "pickled weights, which are never read"),
-        ("lora", "adapter_model.bin", "pickled weights, which are never read"),
         ("distill", "training_args.bin", None),  # written by the Trainer, and read by nobody
+        ("distill", "pytorch_model.bin", None),
+        ("lora", "adapter_model.bin", None),
         ("distill", "scheduler.pt", None),
         ("distill", "scaler.pt", None),
     ],
@@ -59,6 +62,64 @@ def copied(stopped, folder, method="distill", **changes):
     shutil.copytree(stopped / f"stopped-{method}.training", folder / "run.training", dirs_exist_ok=True)
     (folder / "run.training" / "settings.json").unlink()
     return OPTIONS | dict(method=method, out=str(folder / "run")) | changes
+
+
+def by_an_index(checkpoint, file):
+    """The weights in ``file``, which an index names."""
+    weights = checkpoint / "model.safetensors"
+    weight_map = dict.fromkeys(load_file(weights), file)
+    weights.rename(checkpoint / file)
+    name = "model.safetensors.index.json" if file.endswith(".safetensors") else "pytorch_model.bin.index.json"
+    (checkpoint / name).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def with_nan(checkpoint):
+    (file,) = checkpoint.glob("*.safetensors")
+    weights = load_file(file)
+    next(iter(weights.values())).view(-1)[3] = float("nan")
+    save_file(weights, file, {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("method", "forge", "message"),
+    [
+        ("distill", lambda checkpoint: by_an_index(checkpoint, "../outside.safetensors"), "not a file of this directory"),
+        ("distill", lambda checkpoint: by_an_index(checkpoint, "weights.dat"), "only pickled weights"),
+        ("distill", with_nan, "model.embed_tokens.weight holds NaN"),
+        ("lora", with_nan, "lora_A.weight holds NaN"),
+    ],
+)
+def test_weights_are_read_as_everywhere(stopped, tmp_path, method, forge, message):
+    options = copied(stopped, tmp_path, method)
+    checkpoint = tmp_path / "run.training" / "checkpoint-1"
+    forge(checkpoint)
+    right_checksums(checkpoint)
+    kept = sorted(checkpoint.iterdir())
+    with pytest.raises(ValueError, match=message):
+        run(stopped, "run", **options)
+    assert sorted(checkpoint.iterdir()) == kept
+
+
+def test_a_folder_in_a_checkpoint_adds_no_adapter(stopped, tmp_path, monkeypatch):
+    """Its settings would be a stranger's, and the run's own adapter would be left out."""
+    options = copied(stopped, tmp_path, "lora")
+    checkpoint = tmp_path / "run.training" / "checkpoint-1"
+    (checkpoint / "evil").mkdir()
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        shutil.copy(checkpoint / name, checkpoint / "evil" / name)
+    right_checksums(checkpoint)
+    stored, step = load_file(checkpoint / "adapter_model.safetensors"), AdaptTrainer.training_step
+
+    def first_step(trainer, *arguments):
+        assert set(trainer.model.peft_config) == {"default"}
+        now = get_peft_model_state_dict(trainer.model)
+        assert all(torch.equal(now[name], tensor) for name, tensor in stored.items())
+        monkeypatch.setattr(AdaptTrainer, "training_step", step)
+        return step(trainer, *arguments)
+
+    monkeypatch.setattr(AdaptTrainer, "training_step", first_step)
+    assert run(stopped, "run", **options).steps == 3
+    assert AdaptTrainer.training_step is step
 
 
 class Loaded(BaseException):

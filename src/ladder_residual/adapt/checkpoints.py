@@ -12,11 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import TrainerState
+from safetensors.torch import load_file
+from transformers import PreTrainedModel, TrainerState
 
 from ..distributed.launch import is_out_of_memory
 from ..distributed.world import World, tells_of_lost_peer
-from ..models.checkpoint_reader import INDEX_BYTES, read_json
+from ..models.checkpoint_reader import INDEX_BYTES, Checkpoint, read_json
+from ..models.finite import check_weight
+from ..models.parameters import check_parameters, read_parameter
 from ..train.manifest import all_damaged, check_files, fingerprint, newest_good, read_manifest, set_aside, write_manifest
 
 LATEST = "checkpoint-"
@@ -113,6 +116,31 @@ def reading(checkpoint: str | Path) -> Iterator[None]:
         raise ValueError(
             f"cannot resume from {checkpoint} ({reason}): delete it to use the one before, or begin again with --no-resume"
         ) from error
+
+
+@torch.no_grad()
+def load_weights(model: PreTrainedModel, checkpoint: Path) -> None:
+    """As every command reads weights: safetensors of this directory alone, in the model's shapes, and finite."""
+    stored = Checkpoint(checkpoint)
+    check_parameters(model, stored)
+    for name, parameter in model.named_parameters():
+        parameter.copy_(read_parameter(stored, name, tuple(parameter.shape), None))
+    stored.close()
+
+
+def load_adapter(model: Any, checkpoint: Path) -> None:
+    """The weights of LoRA's matrices; their settings are this run's."""
+    from peft import get_peft_model_state_dict, set_peft_model_state_dict
+
+    file = checkpoint / "adapter_model.safetensors"
+    stored, expected = load_file(file), get_peft_model_state_dict(model)
+    if different := sorted(stored.keys() ^ expected.keys()):
+        raise ValueError(f"its adapter is not this model's: {different[0]:.80} is on one side only")
+    for name, tensor in stored.items():
+        if tensor.shape != expected[name].shape or not tensor.is_floating_point():
+            raise ValueError(f"{name} of its adapter does not fit {list(expected[name].shape)}")
+        check_weight(name, tensor, file)
+    set_peft_model_state_dict(model, stored)
 
 
 _MOMENTS = ({"exp_avg", "exp_avg_sq", "step"}, {"mean", "square", "step"}, {"momentum"})  # of AdamW, and of MuonWithAdamW

@@ -24,7 +24,18 @@ from ..data.packing import RowStore, collate
 from ..models.hf import rewire
 from ..train.loss import chunked_cross_entropy, head_of
 from ..train.stop_signal import StopSignal
-from .checkpoints import LATEST, check_moments, checkpoints, complete, last_checkpoint, reading, saving, step_of
+from .checkpoints import (
+    LATEST,
+    check_moments,
+    checkpoints,
+    complete,
+    last_checkpoint,
+    load_adapter,
+    load_weights,
+    reading,
+    saving,
+    step_of,
+)
 from .graphs import GraphedStep
 from .objective import Counts, Objective
 from .settings import AdaptSettings
@@ -282,18 +293,14 @@ class AdaptTrainer(Trainer):
         return places
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        pickled = [path for path in Path(resume_from_checkpoint).glob("*.bin") if path.name != "training_args.bin"]
-        if pickled:
-            raise ValueError(f"{pickled[0]} are pickled weights, which are never read: the checkpoint's own are safetensors")
-        if not self.sharded:  # sharded weights come with the optimizer's state
-            with reading(resume_from_checkpoint):
-                super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
-        own = dict(self.inner.named_parameters())  # a tied head is not among them, and not stored
-        wrong = [*load_result.unexpected_keys, *(name for name in load_result.missing_keys if name in own)]
-        if wrong:
-            raise ValueError(f"its weights are not this model's: {wrong[0]:.80} is on one side only")
+        """The Trainer's own would open pickles, adapters in folders with settings of their own, and what an index names elsewhere."""
+        if self.sharded:
+            return  # sharded weights come with the optimizer's state
+        with reading(resume_from_checkpoint):
+            if self.settings.method == "lora":
+                load_adapter(self.model, Path(resume_from_checkpoint))
+            else:
+                load_weights(self.inner, Path(resume_from_checkpoint))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Hyper-parameters are the optimizer's own: the settings and the schedule make them."""

@@ -33,7 +33,9 @@ def is_finite(tensor: Tensor) -> bool:
 
 def check_weight(name: str, tensor: Tensor, where: object) -> None:
     if not is_finite(tensor):
-        raise NonFiniteError(f"{where}: {name} holds NaN or infinite numbers; pass --allow-nonfinite to load it all the same")
+        raise NonFiniteError(
+            f"{where}: {name} holds NaN or infinite numbers (generate, chat and eval load it all the same with --allow-nonfinite)"
+        )
 
 
 @contextmanager
