@@ -16,6 +16,7 @@ from ladder_residual.distributed.sockets import PeerLost
 def lose_rank_1():
     """Rank 0 notices first that rank 1 is going to be killed."""
     if os.environ["RANK"] == "0":
+        print("50 %|#####     | ", end="", file=sys.stderr, flush=True)
         raise PeerLost("rank 0 lost its connection to rank 1 at 127.0.0.1: Connection reset by peer")
     time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)

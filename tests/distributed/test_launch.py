@@ -77,7 +77,7 @@ def test_a_forked_rank_finds_what_an_executed_one_finds(arguments):
 @pytest.mark.parametrize("how", ["fork", "execute"])
 def test_the_killed_rank_is_named_although_another_spoke_first(how):
     code, _, said = start(how, "lose")
-    cause, consequence = said.splitlines()
-    assert code == 1
+    bar, cause, consequence = said.splitlines()
+    assert (code, bar) == (1, "50 %|#####     | ")
     assert re.match(r"error: rank 1 of 2 \(pid \d+\) on .* was killed by SIGKILL", cause)
     assert consequence == "error: rank 0 lost its connection to rank 1 at 127.0.0.1: Connection reset by peer"

@@ -218,7 +218,8 @@ def _explain(failures: Any, messages: Path, ranks: int) -> int:
             rank, failure = min(unsaid.items(), key=lambda item: item[1].timestamp)
             if failure.exitcode == STOPPED:
                 return STOPPED  # the run itself says what was saved
-            print(f"error: rank {rank} of {ranks} {_end_of(failure)}; the other ranks were stopped", file=sys.stderr)
+            # On a line of its own: a rank that was ended may have left a progress bar.
+            print(f"\nerror: rank {rank} of {ranks} {_end_of(failure)}; the other ranks were stopped", file=sys.stderr)
     said: set[str] = set()
     for rank, text in (causes or {rank: text for rank, (_, text) in sorted(left.items())}).items():
         if text not in said:
