@@ -168,6 +168,7 @@ class Run:
             "TORCHINDUCTOR_CACHE_DIR": str(self.scratch / "inductor" / engine.name),
             "TOKENIZERS_PARALLELISM": "false",
             "OMP_NUM_THREADS": "1",
+            "TORCHINDUCTOR_COMPILE_THREADS": "2",  # all engines compile at once
         }
         if engine.transport:
             environment |= one_card.environment(engine.transport)
@@ -302,7 +303,9 @@ def multi_process_service() -> Iterator[None]:
         Path(folder).mkdir(parents=True, exist_ok=True)
     started = False
     try:
-        started = subprocess.run([control, "-d"], env=environment, timeout=20, check=False).returncode == 0
+        none = subprocess.DEVNULL  # the daemon outlives us and would hold our pipes open
+        daemon = subprocess.run([control, "-d"], env=environment, stdin=none, stdout=none, stderr=none, timeout=20, check=False)
+        started = daemon.returncode == 0
     except (FileNotFoundError, subprocess.TimeoutExpired) as error:
         print(f"no Multi-Process Service: {error}", file=sys.stderr)
     if not started:
