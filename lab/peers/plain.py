@@ -13,7 +13,7 @@ from torch import Tensor
 from ladder_residual.bench.timing import time_calls, time_on_device
 from ladder_residual.engine.cuda.launcher import Launcher
 from ladder_residual.engine.cuda.pdl import PdlMode
-from ladder_residual.engine.reducers import make_reducer
+from ladder_residual.engine.reducer_choice import make_reducer
 from ladder_residual.engine.rope import rope_tables, rotate
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.weights import RankWeights

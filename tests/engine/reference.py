@@ -45,10 +45,13 @@ class ReferenceDecoder:
         """x_i for every module i, literally: the history is kept, and each wiring says which x_j a module reads."""
         wiring, tp = self.wiring, self.tp
         xs = [x0]  # xs[i][rank] = x_i
+        late: list[list[Tensor]] = []  # delayed: what the others add to each rank's stream, not yet arrived
         diverged = False
         i = 0
         for layer in range(self.spec.shape.num_layers):
             kind = wiring.kind_of(layer)
+            if kind != "delayed":
+                xs[-1], late = _arrive(xs[-1], late, 0)
             if diverged and kind not in ("desync", "no-comm"):
                 xs[-1], diverged = self._all_reduce([x / tp for x in xs[-1]]), False
             if kind == "parallel":
@@ -75,13 +78,18 @@ class ReferenceDecoder:
                     partial = self._partials(module, layer, x, cos, sin)
                     xs.append(self._all_reduce([p + a / tp for p, a in zip(partial, x, strict=True)]))
                     diverged = False
+                elif kind == "delayed":
+                    x, late = _arrive(x, late, wiring.step)
+                    partial = self._partials(module, layer, x, cos, sin)
+                    late = [*late, [total - own for total, own in zip(self._all_reduce(partial), partial, strict=True)]]
+                    xs.append([a + p for a, p in zip(x, partial, strict=True)])
                 else:  # desync between all-reduces, no-comm
                     partial = self._partials(module, layer, x, cos, sin)
                     xs.append([a + p for a, p in zip(x, partial, strict=True)])
                     diverged = diverged or kind == "desync"
         if diverged:
             return self._all_reduce([x / tp for x in xs[-1]])
-        return xs[-1]
+        return _arrive(xs[-1], late, 0)[0]
 
     def _all_reduce(self, partials: Sequence[Tensor]) -> list[Tensor]:
         total = torch.stack(list(partials)).sum(0)
@@ -103,6 +111,14 @@ class ReferenceDecoder:
                 out = (torch.nn.functional.silu(gate) * up) @ w.down.T
             made.append(out)
         return made
+
+
+def _arrive(streams: list[Tensor], late: list[list[Tensor]], keep: int) -> tuple[list[Tensor], list[list[Tensor]]]:
+    """All but the ``keep`` latest contributions of the other ranks join the streams."""
+    due = late[: max(0, len(late) - keep)]
+    for others in due:
+        streams = [a + b for a, b in zip(streams, others, strict=True)]
+    return streams, late[len(due) :]
 
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:

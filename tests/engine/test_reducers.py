@@ -1,9 +1,6 @@
-"""Which reducer a rank gets, and how emulated all-reduces are launched."""
+"""What reducers allocate, and how emulated all-reduces are launched."""
 
 from __future__ import annotations
-
-import warnings
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +10,6 @@ from ladder_residual.engine.cuda.launcher import Launcher
 from ladder_residual.engine.cuda.pdl import PdlMode
 from ladder_residual.links import parse_link
 from tests.engine.tiny import CPU
-from tests.ranks import run_on_ranks
 
 
 @pytest.mark.parametrize(
@@ -36,55 +32,40 @@ def test_without_pdl_an_all_reduce_and_what_follows_are_ordinary_launches(monkey
     assert launch.dependent == pdl
 
 
-def make_symmetric(world, dtype):
-    """The reducer a rank ends up with, and the warnings it gave."""
-    with warnings.catch_warnings(record=True) as given:
-        warnings.simplefilter("always")
-        groups = (world.group, world.group)
-        made = reducers.make_reducer("symm", tp=2, link=None, groups=groups, dtype=dtype, device=world.device)
-    return made.name, [str(warning.message) for warning in given]
+class Local(reducers.SymmetricReducer):
+    """Symmetric memory of one process: what is kept and what is asked of it can be seen without a GPU."""
+
+    def __init__(self):
+        self.made = []
+
+    def empty(self, rows, hidden, dtype, device):
+        self.made.append(rows)
+        return torch.empty(rows, hidden, dtype=dtype)
+
+    def rendezvous(self, buffer):
+        pass
 
 
-# dtype, the rank without symmetric memory, the reducer of both ranks, the warning of each
-CASES = [
-    (torch.bfloat16, None, "symm", ("", "")),
-    (torch.bfloat16, 1, "nccl", ("another rank has none", "too few handles")),
-    (torch.float16, None, "nccl", ("not torch.float16", "not torch.float16")),
-]
+class LocalPrompts(Local, reducers.SymmetricPromptReducer):
+    def __init__(self):
+        super().__init__()
+        self._kept, self._taken = [], 0
 
 
-def make_every_case(world):
-    def broken_on(rank):
-        def empty(_, rows, hidden, dtype, device):
-            if world.rank == rank:
-                raise RuntimeError("too few handles\nand more")
-            return torch.empty(rows, hidden, dtype=dtype)
-
-        return patch.multiple(reducers.SymmetricReducer, empty=empty, rendezvous=lambda *_: None, reduce=lambda *_: None)
-
-    made = [make_symmetric(world, torch.bfloat16)]  # the real attempt, on a machine that has none
-    with patch.object(torch.cuda, "synchronize", lambda *_: None):
-        for dtype, broken, *_ in CASES:
-            with broken_on(broken):
-                made.append(make_symmetric(world, dtype))
-    return made
+def test_prompts_use_the_same_symmetric_buffers_again():
+    reducer = LocalPrompts()
+    for rows in (600, 40, 600, 700):
+        reducer.next_prompt()
+        partial, reduced = reducer.allocate(rows, 512, torch.float32, CPU)
+        assert partial.shape == reduced.shape == (rows, 512)
+        assert (partial is reduced) == (partial.nbytes > reducers.ONE_SHOT_BYTES)
+        second, _ = reducer.allocate(rows, 512, torch.float32, CPU)
+        assert second.data_ptr() != partial.data_ptr()
+    assert reducer.made == [600, 600, 700, 700]
 
 
-def test_symmetric_memory_is_used_by_all_ranks_or_none():
-    expected = [("nccl", ("no symmetric memory here", "no symmetric memory here")), *(case[2:] for case in CASES)]
-    for rank, found in enumerate(run_on_ranks(2, make_every_case)):
-        for (made, given), (name, reasons) in zip(found, expected, strict=True):
-            assert made == name
-            assert [reasons[rank] in text for text in given] == ([True] if reasons[rank] else [])
-
-
-@pytest.mark.parametrize(
-    ("kind", "tp", "message"),
-    [
-        ("none", 2, "reducer 'none' on tp=2 would drop the other ranks"), ("emulated", 2, "reducer 'emulated' needs a link"),
-        ("symm", 2, "reducer 'symm' needs groups"), ("mpi", 2, "unknown reducer 'mpi'; choose from none, emulated, nccl, symm"),
-    ],
-)  # fmt: skip
-def test_refusals(kind, tp, message):
-    with pytest.raises(ValueError, match=message):
-        reducers.make_reducer(kind, tp=tp, link=None, groups=None, dtype=torch.bfloat16, device=CPU)
+@pytest.mark.parametrize("rows", [1, 600])
+def test_a_partial_that_is_kept_is_no_part_of_the_all_reduce(rows):
+    for reducer in (Local(), reducers.NoReducer(), reducers.NcclReducer((None, None))):
+        partial, reduced = reducer.allocate(rows, 512, torch.float32, CPU, keep_partial=True)
+        assert partial.data_ptr() != reduced.data_ptr()

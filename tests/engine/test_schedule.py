@@ -101,8 +101,8 @@ def test_a_plan_answers_without_comparing_steps(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_refusals() -> None:
-    with pytest.raises(ValueError, match="no delayed-1 wiring"):
-        plan_of("delayed-1")
+    with pytest.raises(ValueError, match="delayed-1 to delayed-4, not delayed-5"):
+        plan_of("delayed-5")
     with pytest.raises(ValueError, match="unknown schedule 'three'; choose from auto, serial, two_stream, interleaved"):
         plan_of("ladder", "three")
     with pytest.raises(ValueError, match="two_stream needs a ladder wiring, parallel has one chain: use serial"):

@@ -107,7 +107,7 @@ def test_what_the_engine_cannot_take_falls_back_or_is_refused(demo_dir):
         with_engine(model, World(), "cuda", **options)
     with pytest.raises(ValueError, match="unknown engine 'fast'"):
         with_engine(model, World(), "fast", **options)
-    with pytest.raises(ValueError, match="unknown reducer 'mpi'; choose nccl or symm"):
+    with pytest.raises(ValueError, match="unknown reducer 'mpi'; choose auto, nccl, symm"):
         with_engine(model, World(), "auto", **options, reducer="mpi")
     with pytest.raises(ValueError, match="--reducer symm is the CUDA engine's"):
         with_engine(model, World(), "auto", **options, reducer="symm")
@@ -126,7 +126,7 @@ def pretended_gpu(check, dtype, device, **how):
     ("change", "reason"),
     [
         ({"batch": 300}, "batch 300 is outside"),
-        ({"wiring": "delayed-1"}, "no delayed-1 wiring"),
+        ({"wiring": "delayed-5"}, "delayed-1 to delayed-4, not delayed-5"),
         ({"dtype": torch.float64}, "runs bfloat16 or float16, not torch.float64"),
         ({"free": 1}, "the KV cache of batch 2 at context 64 needs"),
         ({"size": 3}, "does not divide into tp=3"),

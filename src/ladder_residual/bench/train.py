@@ -1,8 +1,8 @@
 """Training steps under tensor parallelism: how much of the link each wiring hides, forward and backward.
 
-On CPUs: real ranks over this host's link, each all-reduce made to last as long as asked. On a GPU: one rank of ``tp`` holds its shard
-of the model and runs real forward and backward passes; an all-reduce is a copy on another stream that lasts as long as the emulated
-link says. All wirings are measured in one run on the same weights, interleaved.
+On CPUs: real ranks over this host's link, each all-reduce made to last as long as asked. On GPUs: real ranks over NCCL, or one rank of
+``tp`` that holds its shard of the model and runs real forward and backward passes; an all-reduce is then a copy on another stream that
+lasts as long as the emulated link says. All wirings are measured in one run on the same weights, interleaved.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from ..common.environment import environment
 from ..common.units import read_seconds
 from ..core.config import Wiring
 from ..core.reduce import GroupReducer, Reducer, ReduceWork
+from ..distributed.shared_gpu import sharing
 from ..distributed.world import EmulatedRank, Rank, World
 from ..generation.decode_loop import synchronize
 from ..links import Link, parse_link
@@ -125,14 +126,14 @@ def bench_train(
     compiled: bool = False,
     vocabulary: int | None = None,
 ) -> dict[str, Any]:
-    """``links``: latencies on CPU ranks (``1ms``), emulated links on a GPU (``h200-nccl``, ``500us``)."""
+    """``links``: latencies on CPU ranks (``1ms``), emulated links for one rank on a GPU (``500us``), ``none`` for several."""
     if repeats < 3:
         raise ValueError(f"repeats must be at least 3 to say anything about spread, got {repeats}")
     if "parallel" in wirings:
         raise ValueError("parallel needs weights of its own; here all wirings share one model: leave it out")
     shape = ModelShape.from_name(model)
     shape = replace(shape, num_layers=layers or shape.num_layers, vocab_size=vocabulary or shape.vocab_size)
-    emulated = world.device.type == "cuda"
+    emulated = world.device.type == "cuda" and world.size == 1
     place: Rank = EmulatedRank(tp, device=world.device) if emulated else world
     if place.size < 2:
         raise ValueError("there is nothing to hide on one rank: run with --tp 2 or more")
@@ -152,6 +153,7 @@ def bench_train(
         "vocabulary": shape.vocab_size,
         "tp": place.size,
         "emulated": emulated,
+        **(sharing(world.ranks_per_gpu) if world.device.type == "cuda" else {}),
         "batch": batch,
         "sequence": sequence,
         "dtype": dtype,
@@ -160,7 +162,7 @@ def bench_train(
         "all_reduces_per_pass": 2 * shape.num_layers + 1,
         "repeats": repeats,
         "rows": rows,
-        **({"device": torch.cuda.get_device_name(world.device)} if emulated else {}),
+        **({"device": torch.cuda.get_device_name(world.device)} if world.device.type == "cuda" else {}),
         **environment(),
     }
 
@@ -172,6 +174,8 @@ def _reducer_for(link: str, world: World, size: int, emulated: bool) -> tuple[Ca
     seconds = read_seconds(link)
     if seconds is None:
         raise ValueError("bench train needs a latency such as 1ms; auto is for decode steps")
+    if seconds and world.device.type == "cuda":
+        raise ValueError(f"ranks on GPUs reduce over their own link: leave out --links {link}")
     title = (
         f"this host's link + {1e3 * seconds:g} ms emulated latency per all-reduce" if seconds else "this host's link as it is"
     )

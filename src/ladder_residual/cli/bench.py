@@ -11,7 +11,9 @@ import typer
 
 from ..bench.checks import warnings_of
 from ..common.units import read_seconds
-from ..distributed.launch import on_ranks
+from ..distributed import shared_gpu
+from ..distributed.launch import launched, on_ranks
+from ..models.preflight import check_model
 from .options import (
     Device,
     Dtype,
@@ -21,9 +23,10 @@ from .options import (
     Repeats,
     Schedule,
     Shape,
+    ShareGpu,
     Wirings,
     at_least_one,
-    check_model,
+    one_of,
     split_links,
     split_wirings,
     whole_numbers,
@@ -34,6 +37,16 @@ app = typer.Typer(help="Measure. The last line printed is the whole result as JS
 Batches = Annotated[str, typer.Option(help="Comma-separated.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of the prompt.")]
 New = Annotated[int, typer.Option(help="Tokens generated.")]
+WhichRanks = Annotated[
+    str,
+    typer.Option(
+        "--ranks",
+        help="On GPUs: emulated (rank 0 alone, all-reduces as --links says), real (over --reducers), or auto: real where ranks were "
+        "started or share a GPU.",
+        **one_of("auto", "real", "emulated"),
+    ),
+]
+Reducers = Annotated[str, typer.Option(help="Of real ranks on GPUs, comma-separated: symm (symmetric memory), nccl.")]
 JsonAlone = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
 
 
@@ -56,7 +69,8 @@ def bench_overlap(
     """How much of a slow link each wiring hides: decode steps on real ranks, all wirings in one run."""
     seconds = read_seconds(latency)
     names = split_wirings(wirings)
-    check_model(model)
+    at_least_one(tp=tp, batch=batch, prompt=prompt, repeats=repeats)
+    check_model(model, layers=layers, wirings=names, tp=tp)
     on_ranks(tp)
     from ..bench.overlap import run
     from ..distributed.world import distributed
@@ -96,11 +110,14 @@ def bench_decode(
     gemm_backend: Annotated[
         str, typer.Option(help="GEMMs of batches 2 to 16 in the CUDA engine: cublas, triton or auto (the faster, measured).")
     ] = "auto",
+    ranks: WhichRanks = "auto",
+    reducers: Reducers = "symm,nccl",
+    share_gpu: ShareGpu = False,
     repeats: Repeats = 40,
     device: Device = "auto",
     as_json: JsonAlone = False,
 ) -> None:
-    """Decode steps. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
+    """Decode steps. On GPUs: the CUDA engine on real ranks, or rank 0 of TP alone (emulated). On CPUs: real ranks."""
     context = context or prompt + new // 2
     at_least_one(context=context)
     engine = {"context": context, "schedule": schedule, "gemm_backend": gemm_backend}
@@ -108,7 +125,7 @@ def bench_decode(
         raise ValueError("--schedule and --gemm-backend are the CUDA engine's: ranks on CPUs have neither")
     _measure(
         "decode", on_gpu=engine, on_cpu={"prompt": context}, model=model, layers=layers, wirings=wirings, repeats=repeats,
-        tp=tp, batch=batch, links=links, device=device, as_json=as_json,
+        tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,
     )  # fmt: skip
 
 
@@ -121,15 +138,18 @@ def bench_prefill(
     prompt: Prompt = 1024,
     wirings: Wirings = "standard,ladder",
     links: Links = "none;500us",
+    ranks: WhichRanks = "auto",
+    reducers: Reducers = "symm,nccl",
+    share_gpu: ShareGpu = False,
     repeats: Repeats = 5,
     device: Device = "auto",
     as_json: JsonAlone = False,
 ) -> None:
-    """Time to the first token. On a GPU: rank 0 of TP (emulated when tp > 1) on the CUDA engine; on CPU: real ranks."""
+    """Time to the first token. On GPUs: the CUDA engine on real ranks, or rank 0 of TP alone (emulated). On CPUs: real ranks."""
     sizes = {"prompt": prompt}
     _measure(
         "prefill", on_gpu=sizes, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
-        tp=tp, batch=batch, links=links, device=device, as_json=as_json,
+        tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,
     )  # fmt: skip
 
 
@@ -143,15 +163,18 @@ def bench_e2e(
     new: New = 512,
     wirings: Wirings = "standard,ladder",
     links: Links = "24us",
+    ranks: WhichRanks = "auto",
+    reducers: Reducers = "symm,nccl",
+    share_gpu: ShareGpu = False,
     repeats: Repeats = 5,
     device: Device = "auto",
     as_json: JsonAlone = False,
 ) -> None:
-    """Prompt to last token, the paper's measure. On a GPU: rank 0 of TP (emulated when tp > 1); on CPU: real ranks."""
+    """Prompt to last token, the paper's measure. On GPUs: real ranks, or rank 0 of TP. On CPUs: real ranks."""
     sizes = {"prompt": prompt, "new": new}
     _measure(
         "e2e", on_gpu=sizes, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
-        tp=tp, batch=batch, links=links, device=device, as_json=as_json,
+        tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,
     )  # fmt: skip
 
 
@@ -160,6 +183,7 @@ def bench_train(
     model: Shape = "ladder-1b",
     layers: Layers = None,
     tp: Ranks = 2,
+    share_gpu: ShareGpu = False,
     batch: Annotated[int, typer.Option(help="Rows of a step.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
     vocabulary: Annotated[
@@ -167,17 +191,26 @@ def bench_train(
     ] = None,
     wirings: Wirings = "standard,ladder",
     links: Annotated[
-        str,
-        typer.Option(help="On CPU ranks latencies (none, 2ms), on a GPU emulated links (500us, h200-nccl); several with ';'."),
-    ] = "2ms",
+        str | None,
+        typer.Option(
+            help="On CPU ranks latencies (none, 2ms), for one rank on a GPU emulated links (500us, h200-nccl); several with ';'. "
+            "Ranks on GPUs reduce over their own link.",
+            show_default="2ms",
+        ),
+    ] = None,
     repeats: Repeats = 10,
     dtype: Dtype = "float32",
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the layers' modules.")] = False,
     device: Device = "auto",
 ) -> None:
-    """Training steps, forward and backward: real ranks on CPUs, one emulated rank of --tp on a GPU."""
-    names, parts = split_wirings(wirings), split_links(links)
-    if not _on_gpu(device):
+    """Training steps, forward and backward: real ranks on CPUs or GPUs, or one rank of --tp on a GPU with emulated links."""
+    names = split_wirings(wirings)
+    shared_gpu.share_gpu(share_gpu)
+    real = shared_gpu.is_shared() or launched() > 1
+    parts = split_links(links or ("none" if real and _on_gpu(device) else "2ms"))
+    at_least_one(tp=tp, batch=batch, sequence=sequence, vocabulary=vocabulary)
+    check_model(model, layers=layers, wirings=names, tp=tp)
+    if real or not _on_gpu(device):
         on_ranks(tp)
     from ..bench.train import bench_train as run
     from ..distributed.world import distributed
@@ -257,17 +290,31 @@ def _on_gpu(device: str) -> bool:
 
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    if shared_gpu.is_shared() and not torch.cuda.is_available():
+        raise ValueError(shared_gpu.NO_GPU)
     return torch.cuda.is_available()
 
 
 def _measure(
     phase: str, *, on_gpu: dict[str, Any], on_cpu: dict[str, Any], model: str, layers: int | None, wirings: str, repeats: int,
-    tp: int | None, batch: str, links: str, device: str, as_json: bool,
+    tp: int | None, batch: str, links: str, device: str, as_json: bool, ranks: str, reducers: str, share_gpu: bool,
 ) -> None:  # fmt: skip
-    """One phase: rank 0 of ``tp`` on the CUDA engine, or real ranks on CPUs."""
+    """One phase: real ranks on GPUs, rank 0 of ``tp`` on a GPU, or real ranks on CPUs."""
     batches = whole_numbers(batch, "batch")
     asked: dict[str, Any] = {"layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
     at_least_one(layers=layers, repeats=repeats, **on_cpu)
+    shared_gpu.share_gpu(share_gpu)
+    real = ranks == "real" or (ranks == "auto" and (shared_gpu.is_shared() or launched() > 1))
+    if real and _on_gpu(device):
+        names = [name.strip() for name in reducers.split(",")]
+        on_ranks(tp)
+        from ..bench.real_ranks import bench_ranks
+        from ..distributed.world import distributed
+
+        with distributed("cuda") as world:
+            result = bench_ranks(phase, world, model=model, batches=batches, reducers=names, **asked, **on_gpu)
+            _print_result(result if world.is_main else None, as_json)
+        return
     if _on_gpu(device):
         from ..bench import engine
 
@@ -277,7 +324,7 @@ def _measure(
     latencies = [_latency(link) for link in split_links(links)]
     if tp == 1:
         raise ValueError(f"bench {phase} on CPUs measures how all-reduces are hidden: use --tp 2 or more")
-    check_model(model)
+    check_model(model, layers=layers, wirings=asked["wirings"], tp=tp)
     on_ranks(tp)
     from ..bench.overlap import run_cases
     from ..distributed.world import distributed
@@ -304,6 +351,7 @@ def _print_result(result: dict[str, Any] | None, as_json: bool = False) -> None:
 
         title = " ".join(str(result[key]) for key in ("benchmark", "model") if key in result) + f", tp {result.get('tp', 1)}"
         title += " (emulated)" if result.get("emulated") else ""
+        title += f" ({result['ranks_per_gpu']} ranks share one GPU)" if result.get("ranks_per_gpu", 1) > 1 else ""
         rows = result["rows"]
         columns = list(dict.fromkeys(key for row in rows for key in row if not isinstance(row[key], dict)))
         table = Table(*columns, title=title)

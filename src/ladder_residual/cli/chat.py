@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks, speaks_first
 from .options import (
     AllowNonfinite,
@@ -20,6 +21,7 @@ from .options import (
     RepetitionPenalty,
     Schedule,
     Seed,
+    ShareGpu,
     Source,
     Stop,
     Temperature,
@@ -35,6 +37,7 @@ from .options import (
 def chat(
     source: Source,
     tp: Ranks = None,
+    share_gpu: ShareGpu = False,
     wiring: Wiring = None,
     system: Annotated[str | None, typer.Option(help="System message, before the first question.")] = None,
     max_new_tokens: MaxTokens = 512,
@@ -47,7 +50,7 @@ def chat(
     seed: Seed = None,
     engine: Engine = "auto",
     schedule: Schedule = "auto",
-    reducer: EngineReducer = "nccl",
+    reducer: EngineReducer = "auto",
     context: Annotated[int, typer.Option(help="Tokens the CUDA engine's cache holds.")] = 8192,
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -60,6 +63,7 @@ def chat(
     from ..generation.sampling import Sampling
 
     at_least_one(tp=tp, context=context)
+    shared_gpu.share_gpu(share_gpu)
     sampling = Sampling(
         max_new_tokens=max_new_tokens,
         temperature=temperature,

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks, speaks_first
 from .options import (
     AllowNonfinite,
@@ -24,6 +25,7 @@ from .options import (
     RepetitionPenalty,
     Schedule,
     Seed,
+    ShareGpu,
     SmallAllreduce,
     Source,
     Stop,
@@ -53,6 +55,7 @@ def generate(
         typer.Option("--raw", "--no-chat-template", help="Take --prompt as it is, also where the model has a chat template."),
     ] = False,
     tp: Ranks = None,
+    share_gpu: ShareGpu = False,
     wiring: Wiring = None,
     max_new_tokens: MaxTokens = 128,
     temperature: Temperature = None,
@@ -66,7 +69,7 @@ def generate(
     batch_size: Annotated[int, typer.Option(help="Prompts of --file per batch.")] = 8,
     engine: Engine = "auto",
     schedule: Schedule = "auto",
-    reducer: EngineReducer = "nccl",
+    reducer: EngineReducer = "auto",
     emulate: Annotated[
         str | None,
         typer.Option(
@@ -99,6 +102,7 @@ def generate(
     if out is not None and file is not None and out.resolve() == file.resolve():
         raise ValueError(f"--out and --file are the same file ({out}): the prompts would be overwritten")
     at_least_one(tp=tp, batch_size=batch_size)
+    shared_gpu.share_gpu(share_gpu)
     emulation = parse_emulation(emulate) if emulate is not None else None
     if emulation and tp is not None:
         raise ValueError(f"--emulate {emulate} brings its own tp: leave out --tp {tp}")

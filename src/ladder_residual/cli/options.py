@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -33,6 +32,12 @@ Shape = Annotated[
 Layers = Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")]
 Ranks = Annotated[
     int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.", show_default="1")
+]
+ShareGpu = Annotated[
+    bool,
+    typer.Option(
+        "--share-gpu", help="Let several ranks share a GPU: real all-reduces on one card (CUDA MPS makes them run at once)."
+    ),
 ]
 AllowNonfinite = Annotated[
     bool, typer.Option("--allow-nonfinite", help="Load weights that hold NaN or infinite numbers all the same.")
@@ -97,8 +102,8 @@ EngineReducer = Annotated[
     str,
     typer.Option(
         "--reducer",
-        help="All-reduce of the CUDA engine: nccl, or symm (symmetric memory, within a host).",
-        **one_of("nccl", "symm"),
+        help="All-reduce of the CUDA engine: nccl, symm (symmetric memory, within a host), or auto (the faster, timed at start-up).",
+        **one_of("auto", "nccl", "symm"),
     ),
 ]
 Schedule = Annotated[
@@ -164,11 +169,3 @@ def at_least_one(**numbers: int | None) -> None:
     for name, value in numbers.items():
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
-
-
-def check_model(name: str) -> None:
-    """Refuse what is neither a directory nor a published shape, before any rank is started."""
-    from ..models.presets import ModelShape
-
-    if not Path(name).is_dir():
-        ModelShape.from_name(name)

@@ -10,7 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from .options import Json
+from ..distributed import shared_gpu
+from .options import Json, ShareGpu
 
 
 class _RecipeFirst(TyperGroup):
@@ -39,6 +40,7 @@ def run_command(
     ranks: Annotated[
         int | None, typer.Option(help="Start so many processes on this host; on several hosts use torchrun.")
     ] = None,
+    share_gpu: ShareGpu = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Memory, steps, tokens and time on the recipe's ranks; nothing is trained.")
     ] = False,
@@ -59,10 +61,14 @@ def run_command(
         plan = estimate(loaded, ranks=ranks, device=device, link=link, network=network)
         print(json.dumps(plan) if as_json else to_text(plan))
         return
-    from ..distributed.launch import launch, launched
+    from ..distributed.launch import launch, launched, speaks_first
+    from ..train.corpora import check_corpora
 
+    shared_gpu.share_gpu(share_gpu)
     if ranks is not None and ranks < 1:
         raise ValueError(f"--ranks must be at least 1, got {ranks}")
+    if speaks_first():
+        check_corpora(loaded)
     if ranks is not None and ranks > 1 and launched() == 1:
         raise SystemExit(launch(sys.argv[1:], ranks))
     from ..train.loop import train

@@ -10,12 +10,14 @@ if TYPE_CHECKING:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """On a GPU also what torch holds of it without using it. None where it cannot be known."""
+    """On a GPU also what torch holds of it without using it, and no more than this process may take. None where it cannot be known."""
     if device.type == "cuda":
         import torch
 
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free, total = torch.cuda.mem_get_info(device)
+        used = torch.cuda.memory_allocated(device)
+        allowed = int(total * torch.cuda.get_per_process_memory_fraction(device)) - used
+        return min(free + torch.cuda.memory_reserved(device) - used, allowed)
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 
 from ..core.reduce import GroupReducer, Reducer
+from . import shared_gpu
 from .launch import STORE, launched
 from .liveness import LivenessCheck
 from .reducers import AsyncReducer, LatencyReducer
@@ -73,6 +74,7 @@ class World:
     group: dist.ProcessGroup | None = None
     sockets: PeerSockets | None = None  # CPU hosts: for small messages
     store: Any = None  # of this use of the group: nothing of an earlier one is in it
+    ranks_per_gpu: int = 1  # above 1 they share it
 
     def __post_init__(self) -> None:
         if self.size > 1 and self.group is None:
@@ -83,6 +85,13 @@ class World:
     @property
     def is_main(self) -> bool:
         return self.rank == 0
+
+    @property
+    def where(self) -> str:
+        """The ranks and what they compute on, for people."""
+        ranks = "1 process" if self.size == 1 else f"{self.size} ranks"
+        shared = f", {self.ranks_per_gpu} ranks share one GPU" if self.ranks_per_gpu > 1 else ""
+        return f"{ranks}, {self.device.type}{shared}"
 
     def reducer(
         self, kind: str = "async", *, latency: float = 0.0, small_allreduce_bytes: int | None = None, comm_dtype: str = "same"
@@ -215,10 +224,25 @@ def local_device(kind: str) -> torch.device:
         raise ValueError(f"unknown device {kind!r}; choose auto, cpu or cuda")
     if not torch.cuda.is_available():
         raise ValueError("device cuda was asked for, but torch sees no CUDA device; use --device cpu")
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if local_rank >= gpus and not shared_gpu.is_shared():
+        raise ValueError(
+            f"local rank {local_rank} has no GPU: this host has {gpus}; start fewer ranks, or let them share it (--share-gpu)"
+        )
+    return torch.device("cuda", shared_gpu.gpu_of(local_rank, gpus))
+
+
+def _share_gpus(device: str) -> int:
+    """How many ranks a GPU of this host holds; called before CUDA starts in this process."""
+    if device == "cpu" or not shared_gpu.is_shared():
+        return 1
+    gpus = torch.cuda.device_count()
+    if not gpus:
+        raise ValueError(shared_gpu.NO_GPU)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-    if local_rank >= torch.cuda.device_count():
-        raise ValueError(f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}; start fewer ranks")
-    return torch.device("cuda", local_rank)
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", str(launched())))
+    shared_gpu.prepare(local_rank, local_ranks, gpus, one_host=local_ranks == launched())
+    return shared_gpu.ranks_per_gpu(local_ranks, gpus)
 
 
 @contextmanager
@@ -226,9 +250,12 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
     """Join the process group the launcher describes, for the duration of the block. A block within it has the same ranks."""
     if timeout <= 0:
         raise ValueError(f"the time-out must be positive, got {timeout} seconds")
+    sharing = _share_gpus(device)
     where = local_device(device)
     if where.type == "cuda":
         torch.cuda.set_device(where)
+        if sharing > 1:  # a rank that takes more than its part is the one that fails; some is for the ranks' contexts
+            torch.cuda.set_per_process_memory_fraction(0.96 / sharing, where)
     if launched() == 1:
         yield World(device=where)
         return
@@ -247,8 +274,10 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         names = dist.PrefixStore("ranks", store)
         if where.type == "cpu":
             sockets = _connect(names, timeout)
-        world = World(rank, size, where, dist.group.WORLD, sockets, names)
+        world = World(rank, size, where, dist.group.WORLD, sockets, names, sharing)
         _joined.append(world)
+        if sharing > 1 and world.is_main:
+            print(shared_gpu.describe(sharing), file=sys.stderr, flush=True)
         yield world
         _leave_together(world, timeout)
     except PeerLost as error:

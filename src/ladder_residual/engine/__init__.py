@@ -14,7 +14,7 @@ One decode step, ``DecodeEngine.decode(tokens)``:
 5. ``kernels/`` are the Triton kernels. They fuse residual add, norm and projection, and with programmatic dependent launch
    (``cuda/pdl.py``) load their weights while the previous kernel still runs.
 6. ``reducers.py`` all-reduces a partial: by NCCL, by symmetric memory, or, for an emulated rank, by a copy that takes as long as a link
-   says.
+   says. ``reducer_choice.py`` times the first two and takes the faster.
 
 ``spec.py`` and ``weights.py`` describe the model and a rank's share of it, ``cache.py`` is the static KV cache, and ``cuda/`` has what
 torch and Triton do not offer: launch attributes, edges of captured graphs, the SM limit of cuBLAS. Importing this package needs neither
@@ -35,7 +35,7 @@ _WHERE = {
     "stack_weights": "weights",
 }
 __all__ = sorted(_WHERE)
-REAL_REDUCERS = ("nccl", "symm")  # which reduce over ranks; an emulated rank has a link instead
+REAL_REDUCERS = ("auto", "nccl", "symm")  # which reduce over ranks; an emulated rank has a link instead
 
 
 def __getattr__(name: str) -> Any:

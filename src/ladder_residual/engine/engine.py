@@ -37,7 +37,8 @@ from .ops.gemv import GemvOps
 from .ops.prefill import FusedPrefillOps, PrefillOps
 from .ops.small_batch import BATCHES, SmallBatchOps
 from .ops.tiles import GemvTiles, SmallBatchTiles, next_power_of_2
-from .reducers import NcclReducer, make_reducer
+from .reducer_choice import choose_reducers, has_nccl
+from .reducers import SymmetricPromptReducer
 from .schedule import Plan, available_schedules, plan_steps
 from .spec import EngineSpec, RankSizes
 from .weights import RankWeights, stack_weights
@@ -76,7 +77,13 @@ class DecodeEngine:
         check_weights(self._dtype, self.device, exact=True)
         if gemm_backend == "triton" and self._dtype == EXACT_DTYPE:
             raise ValueError(f"the Triton GEMM runs bfloat16 or float16, not {EXACT_DTYPE}: use gemm_backend='cublas'")
-        self.reducer = make_reducer(reducer, tp=tp, link=link, groups=groups, dtype=self._dtype, device=self.device)
+        message: dict[str, Any] = {"batch": batch, "hidden": self.sizes.hidden, "dtype": self._dtype, "device": self.device}
+        self.reducer, self._prompt_reducer, self.all_reduce_us = choose_reducers(
+            reducer, tp=tp, link=link, groups=groups, **message
+        )
+        # Without other ranks' partials to wait for, delayed is standard.
+        alone = self.reducer.is_noop and wiring.kind == "delayed"
+        self._planned = Wiring.parse("standard", wiring.num_layers) if alone else wiring
         self._groups = groups
         if cache is None:
             require_memory(self.sizes, self._dtype, self.device, batch=batch, max_context=max_context)
@@ -110,13 +117,14 @@ class DecodeEngine:
         if lengths.shape != (batch,) or int(lengths.min()) < 1 or int(lengths.max()) > longest:
             raise ValueError(f"lengths must be {batch} numbers from 1 to {longest}, got {lengths.tolist()}")
         need = prefill_bytes(
-            self.sizes, batch * longest, self._dtype.itemsize, in_place=self.reducer.name != "emulated"
+            self.sizes, batch * longest, self._dtype.itemsize,
+            in_place=self.reducer.name != "emulated" and self._planned.kind != "delayed",
         )  # fmt: skip
         what = f"reading {batch} prompts of {longest} tokens at once"
         require(need, self.device, what, "lower the batch or shorten the prompts")
         ops = self.prefill_ops(self.spec, self.sizes, self.weights, self.cache, longest)
         ops.last = (torch.arange(batch) * longest + lengths - 1).to(self.device)
-        executor = self._make_executor(plan_steps(self.wiring), ops, rows=batch * longest, prefill=True)
+        executor = self._make_executor(plan_steps(self._planned), ops, rows=batch * longest, prefill=True)
         with torch.cuda.device(self.device), reserve_sms(self._sms_beside_gemms(executor), self.device):
             executor.run(input_ids.to(self.device), self._logits)
         self.cache.set_lengths(lengths.to(self.device))
@@ -185,9 +193,10 @@ class DecodeEngine:
         """The ranks' tensors side by side; an emulated rank has no others."""
         if self._groups is None:
             return local
+        local = local.contiguous() if has_nccl(self._groups[0]) else local.cpu()
         parts = [torch.empty_like(local) for _ in range(self.sizes.tp)]
-        dist.all_gather(parts, local.contiguous(), group=self._groups[0])
-        return torch.cat(parts, dim=-1)
+        dist.all_gather(parts, local, group=self._groups[0])
+        return torch.cat(parts, dim=-1).to(self.device)
 
     def _sms_beside_gemms(self, executor: Executor) -> int:
         """SMs that a prompt's GEMMs leave to an all-reduce: none unless some run at the same time. (GEMMs of a decode step are bound by
@@ -203,7 +212,7 @@ class DecodeEngine:
     # ---- start-up: capture the candidates, time them, keep the fastest ---------------------------------------------
 
     def _choose(self, schedule: str, gemm_backend: str) -> None:
-        schedules = available_schedules(self.wiring) if schedule == "auto" else (schedule,)
+        schedules = available_schedules(self._planned) if schedule == "auto" else (schedule,)
         tiles = self._candidate_tiles(gemm_backend)
         gc.collect()  # an old engine's graph that is freed during a capture would invalidate it
         candidates = [(name, tile_set) for name in schedules for tile_set in tiles if self._is_for(tile_set, name)]
@@ -212,7 +221,7 @@ class DecodeEngine:
             context = self._length
         best: float | None = None
         for name, tile_set in candidates:
-            graph, executor = self._capture(plan_steps(self.wiring, name), tile_set)
+            graph, executor = self._capture(plan_steps(self._planned, name), tile_set)
             time_ms = 0.0
             if len(candidates) > 1:
                 time_ms = self._slowest_rank(median(self._time_steps(graph, context)))
@@ -245,10 +254,9 @@ class DecodeEngine:
         return GemmOps(*parts, pdl=self._pdl)
 
     def _make_executor(self, plan: Plan, ops: Ops, rows: int, *, prefill: bool = False) -> Executor:
-        reducer = self.reducer
-        if prefill and reducer.name == "symm":  # symmetric buffers are set up with all ranks: not for every new prompt length
-            assert self._groups is not None
-            reducer = NcclReducer(self._groups)
+        reducer = self._prompt_reducer if prefill else self.reducer
+        if isinstance(reducer, SymmetricPromptReducer):
+            reducer.next_prompt()
         # All-reduces go first when an SM frees up: neither a GEMM nor a kernel that was launched early and waits leaves them one until
         # it ends. Interleaved, attention goes before the chain: down, launched before the output projection beside it, would leave
         # that no SM, so attention's all-reduce and the next layer would be late. (If nothing delays its launch, gate/up is on the GPU

@@ -64,15 +64,16 @@ class Executor:
         self, plan: Plan, ops: Ops, reducer: EngineReducer, streams: Streams, *, rows: int, hidden: int, tp: int,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        widest = max(len(step.adds) for step in (*plan.steps, plan.head))
+        widest = max(len(step.adds) + len(step.adds_own) for step in (*plan.steps, plan.head))
         assert widest <= MAX_ADDS, f"a step adds {widest} outputs, the kernels take {MAX_ADDS}"
         self.plan, self.ops, self.reducer, self.streams, self.tp = plan, ops, reducer, streams, tp
         self._residual_streams = [ResidualStream(rows, hidden, device) for _ in range(plan.num_chains)]
         self._chain_streams = ["main"] if plan.num_chains == 1 else ["attention", "main"]
         self._embedding = reducer.allocate(rows, hidden, dtype, device)  # (partial, reduced), as every buffer of the ring
-        self._ring = [reducer.allocate(rows, hidden, dtype, device) for _ in range(RING)]
-        self._slots = {step.output: index % RING for index, step in enumerate(plan.steps)}
-        self._by_output = {step.output: step for step in plan.steps}
+        keep_partial = any(step.reduces_others for step in plan.steps)
+        self._ring = [reducer.allocate(rows, hidden, dtype, device, keep_partial=keep_partial) for _ in range(RING)]
+        self._by_output = {step.output: step for step in plan.steps if step.kind != "join"}
+        self._slots = {output: index % RING for index, output in enumerate(self._by_output)}
         self._launchers = ops.launchers or [Launcher(PdlMode.OFF), Launcher(PdlMode.OFF)]
         main = self._launchers[0]
         if plan.schedule == "interleaved" and main.pdl:
@@ -109,6 +110,9 @@ class Executor:
 
     def _run_step(self, step: Step, added: Sequence[Tensor]) -> None:
         launcher, stream = self._launchers[step.chain], self._residual_streams[step.chain]
+        if step.kind == "join":
+            self._join(step, stream, added, launcher)
+            return
         partial = self._ring[self._slots[step.output]][0]
         if step.kind == "average":
             self._average(step, stream, added, partial, launcher)
@@ -183,7 +187,7 @@ class Executor:
             self._wait(self._chain_streams[step.chain], output)
             reduced = self._by_output[output].reduce and not self.reducer.is_noop
             found.append(self._ring[self._slots[output]][1 if reduced else 0])
-        return found
+        return [*found, *(self._ring[self._slots[output]][0] for output in step.adds_own)]
 
     def _send(self, step: Step, name: str, launcher: Launcher) -> None:
         """Start this output's all-reduce, and record an event where a consumer runs on another stream."""
@@ -195,25 +199,36 @@ class Executor:
             streams.wait(beside, streams.record(name, step.name))
             with streams.on(beside, what):
                 launcher.dependent = self._launches_early(channel)
-                self.reducer.reduce(*buffers, channel, launcher)
+                self._reduce(step, buffers, channel, launcher)
                 self._events[step.output] = streams.record(beside, what)
             return
         if reduces:
             with streams.on(name, what):
-                self.reducer.reduce(*buffers, step.chain, launcher)
+                self._reduce(step, buffers, step.chain, launcher)
         other_chain = any(consumer.chain != step.chain for consumer in self.plan.consumers(step.output))
         if other_chain or name != self._chain_streams[step.chain]:
             self._events[step.output] = streams.record(name, step.name)
+
+    def _reduce(self, step: Step, buffers: tuple[Tensor, Tensor], channel: int, launcher: Launcher) -> None:
+        self.reducer.reduce(*buffers, channel, launcher)
+        if step.reduces_others:  # this rank's own part is in the stream already
+            partial, reduced = buffers
+            reduced.sub_(partial)
+            launcher.dependent = False
 
     def _average(
         self, step: Step, stream: ResidualStream, added: Sequence[Tensor], partial: Tensor, launcher: Launcher
     ) -> None:  # fmt: skip
         """Diverged streams become one: each rank sends its stream / tp, and the all-reduce gives the mean."""
         if added:
-            old, new = stream.advance()
-            total = added[0].float() if not step.keeps_stream else old + added[0]
-            for output in added[1:]:
-                total = total + output
-            new.copy_(total)
+            self._join(step, stream, added, launcher)
         partial.copy_(stream.current / self.tp)
+        launcher.dependent = False
+
+    def _join(self, step: Step, stream: ResidualStream, added: Sequence[Tensor], launcher: Launcher) -> None:
+        old, new = stream.advance()
+        total = added[0].float() if not step.keeps_stream else old + added[0]
+        for output in added[1:]:
+            total = total + output
+        new.copy_(total)
         launcher.dependent = False

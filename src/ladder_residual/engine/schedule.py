@@ -24,21 +24,25 @@ from functools import cache, cached_property
 from itertools import pairwise
 
 from ..core.config import Wiring
-from ..core.dependencies import AllReduce, dependencies
+from ..core.dependencies import REDUCED, AllReduce, Share, dependencies
 
 MAX_ADDS = 3  # outputs one kernel can add; the widest case is a standard layer after a ladder layer with two chains
 SCHEDULES = ("serial", "two_stream", "interleaved")
-SUPPORTED_KINDS = ("standard", "ladder", "parallel", "desync", "no-comm")
+SUPPORTED_KINDS = ("standard", "ladder", "parallel", "desync", "delayed", "no-comm")
+MAX_DELAY = 4  # modules; the executor's ring of buffers holds the outputs in flight
 
 
 @dataclass(frozen=True)
 class Step:
-    """One module and what happens around it. ``kind == "average"``: no module, but the mean of the ranks' diverged streams."""
+    """One module and what happens around it. ``kind == "average"``: no module, but the mean of the ranks' diverged streams;
+    ``kind == "join"``: no module either, the stream takes up more outputs than one kernel can add."""
 
-    kind: str  # attention | mlp | average | head
+    kind: str  # attention | mlp | average | join | head
     layer: int
     output: int  # the number of the output it computes
     adds: tuple[int, ...]  # outputs to add to the residual stream before it is read, oldest first
+    adds_own: tuple[int, ...] = ()  # delayed: outputs of which this rank's own partial joins the stream, not yet reduced
+    reduces_others: bool = False  # delayed: what arrives is the sum of the other ranks' partials
     keeps_stream: bool = True  # False: the stream starts anew from ``adds`` (the embedding, or the mean of diverged streams)
     reduce: bool = True  # all-reduce the output
     partial_adds_stream: bool = False  # desync: what is all-reduced is the partial + stream / tp
@@ -53,7 +57,7 @@ class Step:
 
     @property
     def stores_stream(self) -> bool:
-        return bool(self.adds) and not self.read_only
+        return bool(self.adds or self.adds_own) and not self.read_only
 
 
 @dataclass(frozen=True)
@@ -106,7 +110,7 @@ class Plan:
     def _consumers(self) -> dict[int, list[Step]]:
         found: dict[int, list[Step]] = {}
         for step in (*self.steps, self.head):
-            for output in step.adds:
+            for output in (*step.adds, *step.adds_own):
                 found.setdefault(output, []).append(step)
         return found
 
@@ -123,13 +127,16 @@ def plan_steps(wiring: Wiring, schedule: str = "serial") -> Plan:
         raise ValueError(f"the CUDA engine has no {wiring.name} wiring; it runs {', '.join(SUPPORTED_KINDS)}")
     if schedule not in SCHEDULES:
         raise ValueError(f"unknown schedule {schedule!r}; choose from auto, {', '.join(SCHEDULES)}")
+    if wiring.kind == "delayed" and wiring.step > MAX_DELAY:
+        raise ValueError(f"the CUDA engine runs delayed-1 to delayed-{MAX_DELAY}, not {wiring.spec}: use --engine torch")
     if schedule == "two_stream":
         if wiring.kind not in ("ladder", "standard"):
             raise ValueError(f"two_stream needs a ladder wiring, {wiring.spec} has one chain: use serial")
         return _plan_two_stream(wiring)
     if schedule == "interleaved" and wiring.kind == "ladder":
         return _plan_interleaved(wiring)
-    return replace(_plan_serial(wiring), interleaved=schedule == "interleaved")
+    serial = _plan_delayed if wiring.kind == "delayed" else _plan_serial
+    return replace(serial(wiring), interleaved=schedule == "interleaved")
 
 
 def available_schedules(wiring: Wiring) -> tuple[str, ...]:
@@ -186,6 +193,38 @@ def _plan_serial(wiring: Wiring) -> Plan:
         if parts:
             waiting[output] = parts
     raise AssertionError("the loop ends with the head")
+
+
+def _plan_delayed(wiring: Wiring) -> Plan:
+    """A rank's own partial joins its stream at once, those of the others when their all-reduce is waited for."""
+    joined: dict[int, Share] = {}
+    steps: list[Step] = []
+    for output, readable in enumerate(dependencies(wiring).reads, start=1):
+        layer, is_mlp = divmod(output - 1, 2)
+        own = tuple(number for number in readable if number not in joined and _is_delayed(wiring, number))
+        arrived = tuple(number for number in readable if joined.get(number) != readable[number] == REDUCED)
+        joined |= readable
+        pending = [(number, False) for number in arrived] + [(number, True) for number in own]
+        while len(pending) > MAX_ADDS:
+            due, mine = _adds(pending[:MAX_ADDS])
+            steps.append(Step("join", layer, -1, due, mine, keeps_stream=output > 1, reduce=False))
+            pending = pending[MAX_ADDS:]
+        kind = "head" if layer == wiring.num_layers else "mlp" if is_mlp else "attention"
+        due, mine = _adds(pending)
+        step = Step(kind, layer, output, due, mine, reduces_others=_is_delayed(wiring, output), keeps_stream=output > 1)
+        if kind == "head":
+            return Plan(wiring, 1, tuple(steps), replace(step, output=-1, reduce=False, read_only=True, reduces_others=False))
+        steps.append(step)
+    raise AssertionError("the loop ends with the head")
+
+
+def _is_delayed(wiring: Wiring, output: int) -> bool:
+    return 0 < output <= 2 * wiring.num_layers and wiring.kind_of((output - 1) // 2) == "delayed"
+
+
+def _adds(pending: Sequence[tuple[int, bool]]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """``Step.adds`` and ``Step.adds_own`` of pairs: an output, and whether only this rank's own part of it joins."""
+    return tuple(number for number, own in pending if not own), tuple(number for number, own in pending if own)
 
 
 def _plan_two_stream(wiring: Wiring) -> Plan:

@@ -102,7 +102,7 @@ def engine_model(
     batch: int,
     max_context: int,
     schedule: str = "auto",
-    reducer: str = "nccl",
+    reducer: str = "auto",
     link: Link | None = None,
     exact: bool = False,
 ) -> EngineModel:

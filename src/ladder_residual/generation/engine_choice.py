@@ -21,7 +21,7 @@ def with_engine(
     context: int,
     beams: int,
     schedule: str,
-    reducer: str = "nccl",
+    reducer: str = "auto",
     link: Link | None = None,
 ) -> Any:
     """``model`` itself, or the CUDA engine holding its weights. ``auto`` falls back to the model with one warning, unless the

@@ -33,7 +33,7 @@ class LoadOptions:
     small_allreduce: str = "fixed"
     engine: str = "auto"
     schedule: str = "auto"
-    reducer: str = "nccl"
+    reducer: str = "auto"
     emulation: Emulation | None = None
 
 
@@ -47,7 +47,7 @@ def check_request(
     limit = found.fields.get("max_position_embeddings")
     check_context(1, sampling.max_new_tokens, limit if isinstance(limit, int) else None)
     where = "cuda"
-    if device == "cuda" or options.engine == "cuda" or options.reducer != "nccl" or options.emulation:
+    if device == "cuda" or options.engine == "cuda" or options.reducer != "auto" or options.emulation:
         from ..distributed.world import local_device  # torch alone knows whether there is a GPU
 
         where = local_device(device).type
@@ -89,12 +89,12 @@ def check_engine(engine: str, schedule: str, reducer: str, *, emulated: bool, de
             f"unknown schedule {schedule!r}{did_you_mean(schedule, SCHEDULES)}; choose from auto, {', '.join(SCHEDULES)}"
         )
     if reducer not in REAL_REDUCERS:
-        raise ValueError(f"unknown reducer {reducer!r}; choose {' or '.join(REAL_REDUCERS)}")
-    if emulated and reducer != "nccl":
+        raise ValueError(f"unknown reducer {reducer!r}; choose {', '.join(REAL_REDUCERS)}")
+    if emulated and reducer != "auto":
         raise ValueError(f"--emulate has a link in the place of a reducer: leave out --reducer {reducer}")
     if emulated and (engine == "torch" or device != "cuda"):
         raise ValueError("--emulate needs the CUDA engine and a GPU; `ladder plan` answers without one")
-    if reducer != "nccl" and (engine == "torch" or device != "cuda"):
+    if reducer != "auto" and (engine == "torch" or device != "cuda"):
         raise ValueError(
             f"--reducer {reducer} is the CUDA engine's, which needs a GPU: leave it out (NCCL or gloo reduce then)"
         )

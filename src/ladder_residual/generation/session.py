@@ -137,6 +137,5 @@ class Session:
 
     def summary(self) -> str:
         """Wiring, ranks, device and speed in one line."""
-        count = self.world.size
-        ranks = str(self.emulation) if self.emulation else "1 process" if count == 1 else f"{count} ranks"
-        return f"[{wiring_of(self.model.config).spec}, {ranks}, {self.world.device.type}] {self.watch}"
+        where = f"{self.emulation}, {self.world.device.type}" if self.emulation else self.world.where
+        return f"[{wiring_of(self.model.config).spec}, {where}] {self.watch}"

@@ -1,0 +1,192 @@
+"""Decode, prefill and end-to-end benchmarks of the CUDA engine on real ranks: each on a GPU of its own, or several sharing one.
+
+All wirings of a row take turns in one run, and the slowest rank counts. ``no-comm`` runs without any all-reduce: the bound of a
+standard transformer. The functions return dicts for JSON on every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..common.environment import environment
+from ..distributed.shared_gpu import sharing
+from ..distributed.world import World
+from ..engine.engine import DecodeEngine
+from ..engine.ops.tiles import GemvTiles
+from ..engine.random_rank import DTYPE, RandomRank
+from ..engine.reducer_choice import make_reducer, time_all_reduce
+from ..links import parse_link
+from ..plan.models import resolve_model
+from .engine import check_cases
+from .timing import spread, time_calls, time_on_device
+
+REDUCERS = ("symm", "nccl")
+BOUND = "no-comm"
+TURNS = 5
+
+
+def bench_ranks(
+    phase: str,
+    world: World,
+    *,
+    model: str,
+    layers: int | None,
+    batches: Sequence[int],
+    wirings: Sequence[str],
+    reducers: Sequence[str],
+    repeats: int,
+    context: int = 0,
+    prompt: int = 0,
+    new: int = 0,
+    schedule: str = "auto",
+    gemm_backend: str = "auto",
+) -> dict[str, Any]:
+    """``phase``: decode (steps at ``context``), prefill (a ``prompt``) or e2e (``prompt`` and ``new`` tokens)."""
+    if world.size < 2:
+        raise ValueError("real ranks reduce over each other: use --tp 2 or more, or --ranks emulated")
+    for name in reducers:
+        if name not in REDUCERS:
+            raise ValueError(f"unknown reducer {name!r}; choose from {', '.join(REDUCERS)}")
+    max_context = max(2 * context, 2048) if phase == "decode" else prompt + new + 16
+    check_cases(model, world.size, layers, batches, wirings, ("none",), max_context, schedule, gemm_backend)
+    everyone = list(range(world.size))
+    groups = (dist.new_group(everyone), dist.new_group(everyone))
+    rank = RandomRank(*resolve_model(model), world.size, layers=layers, rank=world.rank, groups=groups)
+    bandwidth = _shared_bandwidth(world)
+    names = list(dict.fromkeys(["standard", BOUND, *wirings]))
+    rows: list[dict[str, Any]] = []
+    for batch in batches:
+        for reducer in reducers:
+            sized: dict[str, Any] = {"batch": batch, "reducer": reducer}
+            tokens = batch * prompt if phase == "prefill" else batch
+            sized["all_reduce_us"] = round(_all_reduce_us(reducer, rank, groups, tokens), 2)
+            decode: dict[str, Any] = {"schedule": schedule, "gemm_backend": gemm_backend}
+            if phase == "prefill":  # what a decode step would choose does not matter there, so nothing is timed for it
+                tiles = GemvTiles.candidates(rank.sizes, max_context)[0]
+                decode = {"schedule": "serial", "gemm_backend": "cublas", "tiles": tiles}
+            engines: dict[str, DecodeEngine] = {}
+            for wiring in names:
+                how: dict[str, Any] = {"link": parse_link("none")} if wiring == BOUND else {"reducer": reducer}
+                shared = next((engine.cache for engine in engines.values()), None)
+                more = {"batch": batch, "max_context": max_context, "cache": shared, **decode}
+                engines[wiring] = rank.engine(wiring, **how, **more)
+            times = _MEASURE[phase](engines, world, repeats, context, prompt, new)
+            standard, bound = (median(times[name]) for name in ("standard", BOUND))
+            for wiring, engine in engines.items():
+                row: dict[str, Any] = {
+                    **sized,
+                    "wiring": wiring,
+                    "schedule": engine.schedule,
+                    "gemm_backend": engine.gemm_backend,
+                }
+                row["ms"] = round(median(times[wiring]), 4)
+                row |= spread(times[wiring])
+                row["over_standard"] = round(standard / row["ms"], 4)
+                row["over_no_comm"] = round(bound / row["ms"], 4)
+                if phase == "decode":
+                    row["schedules_tried_ms"] = {name: round(ms, 4) for name, ms in engine.step_ms.items()}
+                    floor = 1e3 * rank.bytes_per_step(batch, context) * world.ranks_per_gpu / bandwidth
+                    row["roofline_share"] = round(floor / row["ms"], 4)
+                if phase == "e2e":
+                    row["tokens_per_s"] = round(batch * new * 1e3 / row["ms"], 2)
+                rows.append(row)
+            engines.clear()
+            del engine
+            torch.cuda.empty_cache()
+    sizes = {"decode": {"context": context}, "prefill": {"prompt": prompt}, "e2e": {"prompt": prompt, "new": new}}[phase]
+    return {
+        "benchmark": phase,
+        "ranks": "real",
+        "emulated": False,
+        "model": rank.name,
+        "tp": world.size,
+        "layers": rank.sizes.layers,
+        **sizes,
+        "dtype": "bfloat16",
+        "weights": "random",
+        **sharing(world.ranks_per_gpu),
+        "read_bandwidth_tb_s": round(bandwidth / 1e12, 3),
+        "rows": rows,
+        **environment(),
+    }
+
+
+def _shared_bandwidth(world: World) -> float:
+    """Bytes per second that a GPU's ranks read together, while all of them read."""
+    from .roofline import read_bandwidth  # imports Triton
+
+    world.barrier()
+    (slowest,) = world.slowest([1 / read_bandwidth(gigabytes=2.0)])
+    return world.ranks_per_gpu / slowest
+
+
+def _all_reduce_us(reducer: str, rank: RandomRank, groups: tuple[Any, Any], tokens: int) -> float:
+    where: dict[str, Any] = {"dtype": DTYPE, "device": rank.device}
+    made = make_reducer(reducer, tp=rank.tp, link=None, groups=groups, **where)
+    if made.name != reducer:
+        raise ValueError(f"these ranks have no {reducer}: choose the other of --reducers {','.join(REDUCERS)}")
+    return time_all_reduce(made, groups[0], tokens, rank.sizes.hidden, **where)
+
+
+def _decode(
+    engines: dict[str, DecodeEngine], world: World, repeats: int, context: int, prompt: int, new: int
+) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {wiring: [] for wiring in engines}
+    first = context - repeats // 2
+    bounds = [first + repeats * turn // TURNS for turn in range(TURNS + 1)]
+    for start, stop in pairwise(bounds):
+        for wiring, engine in engines.items():
+            engine.reset(start, random_context=start == first)
+            world.barrier()
+            for _ in range(3):
+                engine.replay()
+            engine.reset(start)
+            torch.cuda.synchronize()
+            taken[wiring] += world.slowest(time_on_device(engine.replay, stop - start))
+    return taken
+
+
+def _prefill(
+    engines: dict[str, DecodeEngine], world: World, repeats: int, context: int, prompt: int, new: int
+) -> dict[str, list[float]]:
+    calls = {wiring: partial(engine.prefill, _prompts(engine, prompt)) for wiring, engine in engines.items()}
+    return _in_turns(calls, world, repeats)
+
+
+def _e2e(
+    engines: dict[str, DecodeEngine], world: World, repeats: int, context: int, prompt: int, new: int
+) -> dict[str, list[float]]:
+    def generate(engine: DecodeEngine, prompts: torch.Tensor) -> None:
+        tokens = engine.argmax(engine.prefill(prompts))
+        for _ in range(new - 1):
+            tokens = engine.argmax(engine.decode(tokens))
+
+    calls = {wiring: partial(generate, engine, _prompts(engine, prompt)) for wiring, engine in engines.items()}
+    return _in_turns(calls, world, repeats)
+
+
+_MEASURE = {"decode": _decode, "prefill": _prefill, "e2e": _e2e}
+
+
+def _in_turns(calls: Mapping[str, Callable[[], object]], world: World, repeats: int) -> dict[str, list[float]]:
+    taken: dict[str, list[float]] = {wiring: [] for wiring in calls}
+    for turn in range(repeats + 1):
+        for wiring, call in calls.items():
+            world.barrier()
+            times = world.slowest(time_calls(call, 1, warm_up=False))
+            taken[wiring] += times if turn else []  # the first ones warm up
+    return taken
+
+
+def _prompts(engine: DecodeEngine, prompt: int) -> torch.Tensor:
+    """The same on every rank."""
+    generator = torch.Generator(engine.device).manual_seed(0)
+    limit = engine.spec.shape.vocab_size
+    return torch.randint(0, limit, (engine.batch, prompt), generator=generator, device=engine.device)
