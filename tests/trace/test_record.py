@@ -180,7 +180,7 @@ ASKED = {"layers": None, "latency": 0.0, "batch": 1, "prompt": 4, "steps": 2, "d
         ({"wirings": ["stairs"]}, "unknown wiring 'stairs'"),
         ({"source": "ladder-9b"}, "ladder-9b"),
         ({"dtype": "auto"}, "have no dtype of their own"),
-        ({"source": str(demo_directory()), "layers": 1}, "a checkpoint is recorded whole"),
+        ({"source": str(demo_directory()), "layers": 1}, "is a checkpoint and measured whole"),
     ],
 )
 def test_bad_requests_are_refused(change, error):

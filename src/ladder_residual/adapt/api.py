@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .auto import Request, choose, explain, save
+from .preflight import check_settings
 from .settings import AdaptSettings, DataSource, Method, check_installed, from_mapping
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def adapt(
         out: Directory for the result. Default: the student's name with ``-recovered``.
         method: ``"distill"``, ``"sft"`` (the text's own next tokens) or ``"lora"``.
         tokens: How many tokens to train on. Default: one epoch of the data.
-        sequence: Tokens of a row. Default: 1024.
+        sequence: Tokens of a row. Default: 1024, or the context of a student that has less.
         batch_tokens: Tokens of an optimizer step, over all ranks. Default: 32768.
         learning_rate: Peak of the schedule. Default: 3e-4.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
@@ -123,9 +124,6 @@ def adapt(
         (4, 'stories-recovered')
     """
     check_installed()
-    from ..distributed.world import distributed
-    from .run import adapt as run
-
     given = {"out": out, "tokens": tokens, "sequence": sequence, "batch_tokens": batch_tokens, "learning_rate": learning_rate}
     named = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None}
     if teacher is not None:
@@ -141,6 +139,10 @@ def adapt(
         },
         "adapt",
     )
+    check_settings(chosen)
+    from ..distributed.world import distributed
+    from .run import adapt as run
+
     with distributed(device) as world:
         return run(chosen, world, log)
 

@@ -32,6 +32,7 @@ from .build import build_trainer, load_models, tensorboard
 from .checkpoints import checkpoint_to_resume, last_checkpoint, what_is_kept
 from .objective import restore_forward
 from .outcome import FILE, compared, hold_out, sentences, share_seen
+from .preflight import check_settings
 from .settings import AdaptSettings
 from .trainer import AdaptTrainer, StopOnSignal
 
@@ -75,11 +76,10 @@ def adapt(settings: AdaptSettings, world: World, log: Callable[[str], None] = pr
     log = log if world.is_main else (lambda line: None)
     output = settings.output.resolve()
     folder = output.with_name(output.name + ".training")
-    check_output(settings, output)
+    check_settings(settings)
     tokenizer = read_tokenizer(settings.student)
+    check_tokenizers(settings)
     config = read_json(resolve(settings.student, weights=False) / "config.json")
-    check_teacher(settings, config)
-    check_context(settings, config)
     encoder = Encoder(tokenizer, int(config["vocab_size"]), answers_only=settings.answers_only)
     with run_lock(folder, world):
         return _adapt(settings, world, encoder, folder, log)
@@ -154,45 +154,15 @@ def _adapt(settings: AdaptSettings, world: World, encoder: Encoder, folder: Path
     return result
 
 
-def check_output(settings: AdaptSettings, output: Path) -> None:
-    for name in (settings.student, settings.teacher):
-        if name is not None and Path(name).resolve() == output:
-            raise ValueError(f"the result would replace {output}, which this run reads; choose another --out")
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise ValueError(f"{output} exists and is not empty; choose another --out or delete it")
-    if not settings.data:
-        raise ValueError("no data: give --data FILE (or owner/name of a hub dataset)")
-
-
-def check_teacher(settings: AdaptSettings, student: dict[str, Any]) -> None:
-    """A teacher with another vocabulary gives distributions over other words."""
+def check_tokenizers(settings: AdaptSettings) -> None:
     if settings.teacher is None:
         return
-    teacher = read_json(resolve(settings.teacher, weights=False) / "config.json")
-    if teacher.get("vocab_size") != student.get("vocab_size"):
-        raise ValueError(
-            f"teacher {settings.teacher} has a vocabulary of {teacher.get('vocab_size')}, student {settings.student} one of "
-            f"{student.get('vocab_size')}: distillation compares distributions over the same words"
-        )
     digests = [tokenizer_digest(read_tokenizer(source)) for source in (settings.teacher, settings.student)]
     if digests[0] != digests[1]:
         raise ValueError(
             f"teacher {settings.teacher} and student {settings.student} have different tokenizers: the same number means different "
             f"words; convert the student from this teacher (ladder convert)"
         )
-    matched = ("hidden_size", "num_hidden_layers") if settings.hidden_weight or settings.control else ()
-    for name in matched:
-        if teacher.get(name) != student.get(name):
-            raise ValueError(
-                f"matching hidden states needs models of one shape, but {name} is {teacher.get(name)} in the teacher and "
-                f"{student.get(name)} in the student; use hidden_weight = 0"
-            )
-
-
-def check_context(settings: AdaptSettings, config: dict[str, Any]) -> None:
-    context = config.get("max_position_embeddings")
-    if context and settings.sequence > context:
-        raise ValueError(f"sequence={settings.sequence} is longer than the model's context of {context}; use at most that")
 
 
 def begin_folder(settings: AdaptSettings, folder: Path, world: World) -> None:

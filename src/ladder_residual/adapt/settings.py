@@ -19,6 +19,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from ..common import recipe as recipes
 from ..common.recipe import Range
+from ..models.checkpoint_reader import read_json
 
 Method = Literal["distill", "sft", "lora"]
 Parallel = Literal["auto", "ddp", "fsdp"]
@@ -179,8 +180,19 @@ def read_recipe(path: Path, overrides: Mapping[str, Any] | None = None) -> Adapt
 
 
 def from_mapping(values: Mapping[str, Any], where: str) -> AdaptSettings:
-    """``data`` may hold paths beside tables: a path alone has the weight 1."""
+    """``data`` may hold paths beside tables: a path alone has the weight 1. Rows are no longer than the student's context."""
+    if "sequence" not in values and (context := _context(values.get("student"))):
+        values = {**values, "sequence": min(context, AdaptSettings.sequence)}
     data = values.get("data")
     if isinstance(data, list | tuple):
         values = {**values, "data": [{"path": source} if isinstance(source, str) else source for source in data]}
     return recipes.build(AdaptSettings, values, where)
+
+
+def _context(student: Any) -> int | None:
+    """Of a student on disk, if its config is in order; one that is not is refused later, by name."""
+    try:
+        context = read_json(Path(str(student)) / "config.json").get("max_position_embeddings")
+    except ValueError:
+        return None
+    return context if isinstance(context, int) else None

@@ -25,6 +25,12 @@ from ..adapt.settings import (
 from .options import Device
 
 
+def default(name: str, text: str) -> str:
+    """Help that cannot differ from what a run does."""
+    value = getattr(AdaptSettings, name)
+    return f"{text}; default: {value:g}." if isinstance(value, float) else f"{text}; default: {value}."
+
+
 def adapt(
     source: Annotated[str, typer.Argument(metavar="STUDENT|RECIPE.toml", help="Converted checkpoint, or a recipe file.")],
     teacher: Annotated[str | None, typer.Option(help="The original model: directory or hub id.")] = None,
@@ -35,45 +41,79 @@ def adapt(
         ),
     ] = None,
     weight: Annotated[list[float] | None, typer.Option(help="Share of each --data, in the same order.")] = None,
-    heldout: Annotated[list[str] | None, typer.Option(help="Text to measure on, never trained on; may be repeated.")] = None,
+    heldout: Annotated[
+        list[str] | None,
+        typer.Option(help="Text to measure on, never trained on; may be repeated; default: 5 % of the rows of --data."),
+    ] = None,
     out: Annotated[str | None, typer.Option(help="Directory for the result; default: STUDENT-recovered.")] = None,
-    method: Annotated[str | None, typer.Option(help=f"{choices(Method)}.")] = None,
+    method: Annotated[str | None, typer.Option(help=default("method", choices(Method)))] = None,
     control: Annotated[
         bool, typer.Option("--control", help="Train the unchanged model instead, everything else alike.")
     ] = False,
     tokens: Annotated[int | None, typer.Option(help="How many tokens to train on; default: --epochs of the data.")] = None,
-    epochs: Annotated[float | None, typer.Option(help="Passes over the data; default: 1.")] = None,
-    sequence: Annotated[int | None, typer.Option(help="Tokens of a row.")] = None,
-    batch_tokens: Annotated[int | None, typer.Option(help="Tokens of an optimizer step, over all ranks.")] = None,
-    micro_rows: Annotated[int | None, typer.Option(help="Rows at a time on a device; the rest is accumulated.")] = None,
-    learning_rate: Annotated[float | None, typer.Option("--learning-rate", "--lr", help="Peak; default: 3e-4.")] = None,
-    schedule: Annotated[str | None, typer.Option(help=f"{choices(Schedule)}.")] = None,
-    warmup: Annotated[float | None, typer.Option(help="Share of the steps, or their number if 1 or more.")] = None,
-    optimizer: Annotated[str | None, typer.Option(help=f"{choices(Optimizer)}.")] = None,
-    weight_decay: Annotated[float | None, typer.Option(help="Default: 0.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="Of both distributions in distillation.")] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help="Compare the teacher's k likeliest words; 0 is the whole vocabulary.")
+    epochs: Annotated[float | None, typer.Option(help=default("epochs", "Passes over the data"))] = None,
+    sequence: Annotated[
+        int | None, typer.Option(help="Tokens of a row; default: 1024, or the student's context if that is shorter.")
     ] = None,
-    data_weight: Annotated[float | None, typer.Option(help="Weight of the text's own loss beside the teacher.")] = None,
-    hidden_weight: Annotated[float | None, typer.Option(help="Weight of matching the teacher's hidden states.")] = None,
+    batch_tokens: Annotated[
+        int | None, typer.Option(help=default("batch_tokens", "Tokens of an optimizer step, over all ranks"))
+    ] = None,
+    micro_rows: Annotated[
+        int | None, typer.Option(help="Rows at a time on a device, the rest is accumulated; default: all of a step.")
+    ] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option("--learning-rate", "--lr", help=default("learning_rate", "Peak of the schedule"))
+    ] = None,
+    schedule: Annotated[str | None, typer.Option(help=default("schedule", choices(Schedule)))] = None,
+    warmup: Annotated[
+        float | None, typer.Option(help=default("warmup", "Share of the steps, or their number if 1 or more"))
+    ] = None,
+    optimizer: Annotated[str | None, typer.Option(help=default("optimizer", choices(Optimizer)))] = None,
+    weight_decay: Annotated[float | None, typer.Option(help=default("weight_decay", "Of the optimizer"))] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help=default("temperature", "Of both distributions in distillation"))
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help=default("top_k", "Compare the teacher's k likeliest words, 0 the whole vocabulary"))
+    ] = None,
+    data_weight: Annotated[
+        float | None, typer.Option(help=default("data_weight", "Weight of the text's own loss beside the teacher"))
+    ] = None,
+    hidden_weight: Annotated[
+        float | None, typer.Option(help=default("hidden_weight", "Weight of matching the teacher's hidden states"))
+    ] = None,
     stage: Annotated[
         list[str] | None, typer.Option(help="Progressive conversion: wirings on the way to the student's own, in order.")
     ] = None,
-    stages_share: Annotated[float | None, typer.Option(help="Share of the run until the last stage is reached.")] = None,
-    lora_rank: Annotated[int | None, typer.Option(help="Default: 16.")] = None,
-    too_long: Annotated[str | None, typer.Option(help=f"Chats longer than a row: {choices(TooLong)}.")] = None,
-    parallel: Annotated[str | None, typer.Option(help=f"Under torchrun: {choices(Parallel)} (auto is ddp).")] = None,
-    precision: Annotated[str | None, typer.Option(help=f"{choices(Precision)} (auto: bf16 on a GPU).")] = None,
-    compile: Annotated[bool | None, typer.Option("--compile/--no-compile", help="torch.compile; pays on a GPU.")] = None,
-    gradient_checkpointing: Annotated[
-        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Less memory, a third more compute.")
+    stages_share: Annotated[
+        float | None, typer.Option(help=default("stages_share", "Share of the run until the last stage is reached"))
     ] = None,
-    save_every: Annotated[int | None, typer.Option(help="Steps between checkpoints.")] = None,
-    keep: Annotated[int | None, typer.Option(help="Checkpoints kept, at least 2.")] = None,
-    log_every: Annotated[int | None, typer.Option(help="Steps between two logged losses; default: 10.")] = None,
-    evaluate_every: Annotated[int | None, typer.Option(help="Steps between measurements on --heldout.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Of the order of the rows; default: 0.")] = None,
+    lora_rank: Annotated[int | None, typer.Option(help=default("lora_rank", "Rank of the adapters of --method lora"))] = None,
+    too_long: Annotated[
+        str | None, typer.Option(help=default("too_long", f"Chats longer than a row: {choices(TooLong)}"))
+    ] = None,
+    parallel: Annotated[
+        str | None, typer.Option(help=default("parallel", f"Under torchrun: {choices(Parallel)} (auto is ddp)"))
+    ] = None,
+    precision: Annotated[
+        str | None, typer.Option(help=default("precision", f"{choices(Precision)} (auto is bf16 on a GPU)"))
+    ] = None,
+    compile: Annotated[
+        bool | None, typer.Option("--compile/--no-compile", help="torch.compile, pays on a GPU; default: no.")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Less memory, a third more compute; default: no.")
+    ] = None,
+    save_every: Annotated[
+        int | None, typer.Option(help=default("save_every", "Steps between checkpoints, 0 only at the end"))
+    ] = None,
+    keep: Annotated[int | None, typer.Option(help=default("keep", "Checkpoints kept, at least 2"))] = None,
+    log_every: Annotated[int | None, typer.Option(help=default("log_every", "Steps between two logged losses"))] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(help=default("evaluate_every", "Steps between measurements on the held-out text, 0 before and after")),
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help=default("seed", "Of the order of the rows"))] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint if there is one.")
     ] = True,
@@ -112,6 +152,9 @@ def adapt(
 
 def run(settings: AdaptSettings, device: str) -> None:
     check_installed()
+    from ..adapt.preflight import check_settings
+
+    check_settings(settings)
     from ..adapt.run import adapt as start
     from ..distributed.world import distributed
 

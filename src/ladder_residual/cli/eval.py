@@ -12,8 +12,8 @@ import typer
 from ..common.terminal import show
 from ..distributed.launch import launched, on_ranks, speaks_first
 from ..evaluate.markdown import render
-from ..evaluate.plan import Plan, check_model, make_plan
-from ..evaluate.results import save
+from ..evaluate.plan import Plan, check_models, make_plan
+from ..evaluate.results import save, stored_result
 from ..evaluate.table import side_by_side
 from .options import AllowNonfinite, Device, Dtype, Json, Ranks, Source, Timeout, Uneven, Wiring, at_least_one
 
@@ -77,7 +77,7 @@ def evaluate(
             _judge(source, plan, scores_in, against, out, as_json)
         return
     if speaks_first():
-        check_model(source, tp=tp or launched(), wiring=wiring, dtype=dtype, uneven=uneven)
+        check_models(source, against, tp=tp or launched(), wiring=wiring, dtype=dtype, uneven=uneven)
     on_ranks(tp, preload="ladder_residual.evaluate.run")
     from ..distributed.world import distributed
     from ..evaluate.api import evaluate as run
@@ -103,7 +103,7 @@ def _judge(source: str, plan: Plan, scores_in: Path, against: str | None, out: P
     """Results from scores that were made elsewhere."""
     from ..distributed.world import World
     from ..evaluate.requests import load_scores
-    from ..evaluate.run import Session, load_wanted, stored_result, with_comparison
+    from ..evaluate.run import Session, load_wanted, with_comparison
 
     earlier = stored_result(against) if against else None
     if against is not None and earlier is None:

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from ..models.checkpoint_reader import resolve
 from .corpus import INDEX, Corpus
 from .corpus_writer import DEFAULT_SHARD_TOKENS, CorpusWriter
 from .documents import Messages, document_of
@@ -82,12 +83,14 @@ def prepare(
     """Tokenise the sources into ``directory``; go on where an interrupted run with the same settings stopped."""
     if workers < 1:
         raise ValueError(f"--workers must be at least 1, got {workers}")
+    sources = find_sources(names, settings.options)
+    if not Path(tokenizer_source).is_file():
+        resolve(tokenizer_source, weights=False)
     from .tokenizer import TextToIds, end_of_document, read_tokenizer, tokenizer_digest, vocabulary_size
 
     tokenizer = read_tokenizer(tokenizer_source)
     text_to_ids = TextToIds.of(tokenizer)
     digest = tokenizer_digest(tokenizer)
-    sources = find_sources(names, settings.options)
     prepared = {
         "sources": [source.identity for source in sources],
         "text_fields": list(settings.text_fields),

@@ -111,7 +111,7 @@ def plain_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
     if not text:
         return []
     with failures_of("the tokenizer fails on a text"):
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
+        return tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # rows are cut later: no warning
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, generation_config: Any) -> set[int]:

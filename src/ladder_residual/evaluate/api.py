@@ -9,9 +9,9 @@ from typing import Any
 from ..distributed.call import call_on_ranks
 from ..distributed.launch import missing_ranks
 from ..distributed.world import distributed
-from .plan import check_model, make_plan
-from .results import Result
-from .run import Session, load_wanted, stored_result, with_comparison
+from .plan import check_models, make_plan
+from .results import Result, stored_result
+from .run import Session, load_wanted, with_comparison
 
 TIMEOUT_SECONDS = 600.0  # a rank may wait longer here than when it generates: rank 0 loads tasks and judges answers
 
@@ -94,7 +94,7 @@ def evaluate(
     )
     if missing_ranks(tp):
         assert tp is not None
-        check_model(source, tp=tp, wiring=wiring, dtype=dtype, uneven=uneven)
+        check_models(source, against, tp=tp, wiring=wiring, dtype=dtype, uneven=uneven)
         return dict(call_on_ranks(evaluate, tp, arguments, timeout))
     earlier = stored_result(str(against)) if against is not None else None
     with distributed(device, timeout) as world:

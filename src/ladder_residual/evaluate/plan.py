@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..generation.request import check_tokenizer_files
 from ..models.preflight import check_source
+from .results import stored_result
 from .tasks import HARNESS_REQUIRED, Wanted, wanted_tasks
 
 
@@ -29,10 +30,16 @@ class Plan:
     batch_tokens: int | None = None
 
 
-def check_model(source: str | Path, *, tp: int, wiring: str | None, dtype: str, uneven: bool) -> None:
-    """ValueError with the fix, if the model at ``source`` cannot be evaluated on ``tp`` ranks; before any is started."""
-    found = check_source(source, tp=tp, wiring=wiring, dtype=dtype, uneven=uneven)
-    check_tokenizer_files(found.checkpoint.directory)
+def check_models(
+    source: str | Path, against: str | Path | None, *, tp: int, wiring: str | None, dtype: str, uneven: bool
+) -> None:
+    """ValueError with the fix, if a model cannot be evaluated on ``tp`` ranks; before any is started."""
+    models = [(source, wiring)]
+    if against is not None and stored_result(str(against)) is None:
+        models.append((against, None))
+    for model, its_wiring in models:
+        found = check_source(model, tp=tp, wiring=its_wiring, dtype=dtype, uneven=uneven)
+        check_tokenizer_files(found.checkpoint.directory)
 
 
 def check_windows(context: int, stride: int) -> None:

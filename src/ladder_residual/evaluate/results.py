@@ -180,3 +180,8 @@ def load(path: str | Path) -> Result:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no evaluation; `ladder eval ... --out FILE.json` writes one") from error
     return dict(result)
+
+
+def stored_result(source: str) -> Result | None:
+    """The result at ``source``; None if that is a model."""
+    return load(source) if source.endswith(".json") and Path(source).is_file() else None

@@ -7,7 +7,6 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from ..common.environment import environment
@@ -19,7 +18,7 @@ from ..models.loading import load_model
 from .local import read_text
 from .plan import Plan
 from .requests import Request, Requests, Score, Scores
-from .results import Result, compare, compare_perplexity, harness_rows, load
+from .results import Result, compare, compare_perplexity, harness_rows
 from .score import perplexity_of, score, windows_of
 
 
@@ -154,11 +153,6 @@ def with_comparison(ours: Result, theirs: Result) -> Result:
         "comparison": compare(ours, theirs),
         "perplexity_comparison": compare_perplexity(ours, theirs),
     }
-
-
-def stored_result(source: str) -> Result | None:
-    """``--against`` takes an earlier evaluation too."""
-    return load(source) if source.endswith(".json") and Path(source).is_file() else None
 
 
 def load_wanted(plan: Plan) -> Any:

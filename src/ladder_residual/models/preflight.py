@@ -3,6 +3,7 @@ torch or start a rank."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -87,3 +88,22 @@ def check_source(
             check_divides(shape, family, tp, uneven)
         chosen.check_tp(tp)
     return found
+
+
+def check_model(name: str, *, layers: int | None = None, wirings: Iterable[str] = (), tp: int | None = None) -> None:
+    """What is measured: a checkpoint directory, or a published shape with random weights. ValueError unless it has these wirings and
+    runs on ``tp`` ranks."""
+    if layers is not None and layers < 1:
+        raise ValueError(f"--layers must be at least 1, got {layers}")
+    if Path(name).is_dir():
+        if layers is not None:
+            raise ValueError(f"--layers {layers} shortens a published shape; {name} is a checkpoint and measured whole")
+        found = check_source(name, tp=tp)
+        count, shape, family = found.wiring.num_layers, found.shape, found.family
+    else:
+        shape, family = ModelShape.from_name(name), None
+        count = layers or shape.num_layers
+    for spec in wirings:
+        Wiring.parse(spec, count).check_tp(tp or 1)
+    if tp is not None and shape is not None:
+        check_divides(shape, family, tp, None)

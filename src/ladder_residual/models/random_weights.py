@@ -14,6 +14,7 @@ from ..distributed.world import Rank
 from .families import FAMILIES
 from .hf import ladder_classes
 from .loading import DTYPES, load_model, place_parameters, restore_buffers, set_reducers
+from .preflight import check_model
 from .presets import ModelShape
 from .sharding import ShardSpec, check_divides
 
@@ -55,9 +56,8 @@ def load_or_random_model(
     source: str, rank: Rank, *, layers: int | None = None, dtype: str = "float32", uneven: bool = False
 ) -> PreTrainedModel:
     """This rank's shard of a checkpoint directory, or of a published shape with random weights and perhaps fewer layers."""
+    check_model(source, layers=layers)
     if Path(source).is_dir():
-        if layers is not None:
-            raise ValueError(f"--layers {layers} shortens a published shape; {source} is a checkpoint and measured whole")
         return load_model(source, rank, dtype=dtype, uneven=uneven)
     if dtype not in DTYPES:
         raise ValueError(f"random weights have no dtype of their own: got {dtype!r}, choose {', '.join(DTYPES)}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
-from ..core.config import Wiring
-from ..models.presets import ModelShape
+from ..models.preflight import check_model
 
 
-def check_request(*, source: str, layers: int | None, wirings: Sequence[str], batch: int, prompt: int, steps: int) -> None:
+def check_request(
+    *, source: str, layers: int | None, wirings: Sequence[str], batch: int, prompt: int, steps: int, tp: int | None = None
+) -> None:
     """What is wrong with a request, said before any rank is started."""
     for name, number in (("steps", steps), ("batch", batch), ("prompt", prompt)):
         if number < 1:
@@ -17,10 +17,4 @@ def check_request(*, source: str, layers: int | None, wirings: Sequence[str], ba
     parallel = [spec for spec in wirings if spec.lower().startswith("parallel")]
     if parallel and len(parallel) < len(wirings):
         raise ValueError("parallel layers have one norm, the others two: record parallel in a run of its own")
-    if Path(source).is_dir():
-        if layers is not None:
-            raise ValueError("--layers is for published shapes; a checkpoint is recorded whole")
-        return
-    shape = ModelShape.from_name(source)
-    for spec in wirings:
-        Wiring.parse(spec, shape.num_layers if layers is None else layers)
+    check_model(source, layers=layers, wirings=wirings, tp=tp)

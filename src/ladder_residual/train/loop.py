@@ -17,16 +17,15 @@ import math
 import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from ..common.files import replace_text
-from ..data.corpus import Corpus
 from ..data.corpus_rows import IGNORE_INDEX, CorpusRows
 from .checkpoints import Checkpoints
+from .corpora import open_corpus
 from .export import export
 from .layout import Layout, rows_per_rank, training_layout
 from .logs import Logs
@@ -259,20 +258,9 @@ class Loop:
         self.logs.close()
 
 
-def open_rows(recipe: Recipe, part: str, *, shuffle: bool, verify: Any = "sizes") -> CorpusRows:
+def open_rows(recipe: Recipe, part: Literal["train", "valid"], *, shuffle: bool, verify: Any = "sizes") -> CorpusRows:
     """The rows of ``data.train`` or ``data.valid``."""
-    path, key = getattr(recipe.data, part), f"data.{part}"
-    if not path:
-        raise ValueError(f"the recipe names no {key}: a directory written by `ladder data prepare`")
-    try:
-        corpus = Corpus.open(Path(path), verify)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from error
-    vocabulary = recipe.model.shape().vocab_size
-    if corpus.vocab_size > vocabulary:
-        raise ValueError(
-            f"{key}: {path} has a vocabulary of {corpus.vocab_size}, but model.vocab_size is {vocabulary}: raise it"
-        )
+    corpus = open_corpus(recipe, part, verify)
     seed = recipe.run.seed if recipe.data.seed is None else recipe.data.seed
     return CorpusRows(corpus, recipe.data.sequence, seed, shuffle, recipe.data.document_attention)
 
