@@ -292,13 +292,9 @@ def multi_process_service() -> Iterator[None]:
     """CUDA's Multi-Process Service for the duration of the block, unless it runs already or is not there."""
     environment = os.environ | MPS
     control = "nvidia-cuda-mps-control"
-    with suppress(FileNotFoundError, subprocess.TimeoutExpired):
-        asked = subprocess.run(
-            [control], input=b"get_server_list\n", env=environment, capture_output=True, timeout=10, check=False
-        )
-        if asked.returncode == 0 and b"Cannot find" not in asked.stdout + asked.stderr:
-            yield
-            return
+    if _service_runs(control, environment):
+        yield
+        return
     for folder in MPS.values():
         Path(folder).mkdir(parents=True, exist_ok=True)
     started = False
@@ -315,6 +311,16 @@ def multi_process_service() -> Iterator[None]:
     finally:
         if started:
             subprocess.run([control], input=b"quit\n", env=environment, timeout=60, check=False, capture_output=True)
+
+
+def _service_runs(control: str, environment: dict[str, str]) -> bool:
+    try:
+        asked = subprocess.run(
+            [control], input=b"get_server_list\n", env=environment, capture_output=True, timeout=10, check=False
+        )
+    except (FileNotFoundError, subprocess.TimeoutExpired):
+        return False
+    return asked.returncode == 0 and b"Cannot find" not in asked.stdout + asked.stderr
 
 
 def _environment() -> dict[str, Any]:
