@@ -237,6 +237,21 @@ def test_bad_results_are_refused(tmp_path, content, says):
         read_results([file])
 
 
+def test_of_a_checkpoint_its_results_are_shown(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="holds no JSON results"):
+        read_results([tmp_path])
+    (tmp_path / "adapt.json").write_text(
+        '{"kind": "adapt", "student": "s", "tokens": 9, "steps": 1, "share_of_text_percent": 50, "texts": {"t": {"after": 1.5}}}'
+    )
+    assert read_results([tmp_path]).summary == ["s, recovery on t: held-out loss to 1.5000."]
+
+
+def test_what_is_not_there_is_named(tmp_path):
+    with pytest.raises(ValueError, match=r"cannot read .*nothing: No such file or directory; give JSON results"):
+        read_results([tmp_path / "nothing"])
+
+
 def test_an_empty_folder_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no JSON results"):
         read_results([tmp_path])

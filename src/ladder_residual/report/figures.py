@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..common.charts import MEASURED, PAPER, PLANNED, Chart, Series
+from ..common.charts import MEASURED, PLANNED, Chart, Series
 from ..plan.planner import TWO_STREAM
 from ..plan.points import Point
 
@@ -48,8 +48,8 @@ def recovery_chart(key: str, name: str, document: Mapping[str, Any]) -> Chart:
         series.append(Series(text, line, PLANNED, colour))
         if found.get("teacher") is not None:
             level = [(line[0][0], float(found["teacher"])), (line[-1][0], float(found["teacher"]))]
-            series.append(Series(f"{text}, teacher", level, PAPER, colour))
-    note = "Measured on text that is not trained on; lower is better. Rings: the teacher."
+            series.append(Series(f"{text}, the teacher's", level, PLANNED, colour + len(document["texts"])))
+    note = "Measured on text that is not trained on; lower is better."
     return Chart(key, f"{name}: held-out loss", "thousand tokens trained on", "loss (nats per token)", series, note=note)
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..adapt.auto import FILE as SELECTION_FILE
+from ..adapt.outcome import FILE as ADAPT
 from ..adapt.selection_chart import selection_chart
 from ..common.charts import Chart
 from ..plan.hardware import shipped
@@ -57,7 +59,7 @@ class Timeline:
 @dataclass
 class Results:
     validation: bool = False  # show the planner's prediction beside what was emulated
-    summary: list[str] = field(default_factory=list)  # a sentence for each result, first on the page
+    sentences: list[tuple[str, str]] = field(default_factory=list)  # (section, what a result says)
     tables: list[Table] = field(default_factory=list)
     bars: list[Bars] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
@@ -65,12 +67,19 @@ class Results:
     quality: list[Mapping[str, Any]] = field(default_factory=list)  # drawn in one chart
     evaluations: list[Mapping[str, Any]] = field(default_factory=list)  # one table
 
+    @property
+    def summary(self) -> list[str]:
+        """First on the page: what was measured, then what is planned."""
+        return [said for place in (COMPARISON, QUALITY, PLAN) for section, said in self.sentences if section == place]
+
 
 def files_of(paths: Iterable[str | Path]) -> list[Path]:
-    """Directories mean the JSON files under them."""
+    """Directories mean the JSON files under them; a checkpoint means what `ladder adapt` and `convert --wiring auto` left in it."""
     files: list[Path] = []
     for path in map(Path, paths):
         found = sorted(path.rglob("*.json")) if path.is_dir() else [path]
+        if (path / "config.json").is_file():
+            found = [file for file in found if file.name in (ADAPT, SELECTION_FILE)]
         if not found:
             raise ValueError(f"{path} holds no JSON results")
         files += found
@@ -105,7 +114,9 @@ def read_results(paths: Iterable[str | Path], *, validation: bool = False) -> Re
 def _load(file: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise ValueError(f"cannot read {file}: {error.strerror or error}; give JSON results, or folders of them") from error
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not a readable JSON result: {error}") from error
     if not isinstance(document, dict):
         raise ValueError(f"{file} must hold a JSON object, found {type(document).__name__}")
@@ -164,7 +175,8 @@ def _add_evaluations(results: Results) -> None:
         scores = [_score(*one["tasks"][task][:2]) if task in one["tasks"] else "" for task in tasks]
         rows.append((one["name"], one["wiring"], "" if one["ppl"] is None else f"{one['ppl']:.2f}", *scores))
         if one is not first and one["ppl"] and first["ppl"]:
-            results.summary.append(f"{one['name']}: perplexity {one['ppl']:.2f} against {first['ppl']:.2f} of {first['name']}.")
+            said = f"{one['name']}: perplexity {one['ppl']:.2f} against {first['ppl']:.2f} of {first['name']}."
+            results.sentences.append((QUALITY, said))
     columns = ("model", "wiring", "perplexity", *map(readable, tasks))
     title = "Perplexity and tasks"
     results.tables.append(Table(title, "measured", f"ladder eval; {first['facts']}", columns, tuple(rows), QUALITY))
@@ -182,12 +194,13 @@ def _read_recovery(results: Results, document: Mapping[str, Any], file: Path) ->
     name = str(document["student"])
     rows = []
     for text, found in document["texts"].items():
-        teacher, gap = found.get("teacher"), found.get("gap_closed_percent")
-        after = f"{found['after']:.4f}"
-        rows.append((text, cell(found.get("before")), after, cell(teacher), "" if gap is None else f"{gap:.0f} %"))
+        losses = ["" if found.get(key) is None else f"{found[key]:.4f}" for key in ("before", "after", "teacher")]
+        gap = found.get("gap_closed_percent")
+        rows.append((text, *losses, "" if gap is None else f"{gap:.0f} %"))
         closed = "" if gap is None else f", {gap:.0f} % of the gap to the teacher closed"
-        before = f"from {found['before']:.4f} " if found.get("before") is not None else ""
-        results.summary.append(f"{name}, recovery on {text}: held-out loss {before}to {after}{closed}.")
+        before, after, _ = losses
+        said = f"{name}, recovery on {text}: held-out loss {f'from {before} ' if before else ''}to {after}{closed}."
+        results.sentences.append((QUALITY, said))
     columns = ("held-out text", "loss before", "loss after", "loss of the teacher", "gap closed")
     share = f"{document['share_of_text_percent']:.0f} % of the text"
     source = f"ladder adapt; {document['tokens']:,} tokens in {document['steps']:,} steps, {share}"
@@ -216,7 +229,7 @@ def _read_plan(results: Results, document: Mapping[str, Any], file: Path) -> Non
             )
         )
         if row.get("advice"):
-            results.summary.append(f"Planned: {row['advice']}")
+            results.sentences.append((PLAN, f"Planned: {row['advice']}"))
     columns = (
         "model",
         "tp",
@@ -257,9 +270,8 @@ def _read_overlap(results: Results, document: Mapping[str, Any], file: Path) -> 
         hidden = best.get("hidden_percent")
         share = f", {hidden:.0f} % of the communication hidden" if hidden is not None else ""
         step = f"{best['median_ms']:.1f} ms a step{share}"
-        results.summary.append(
-            f"Measured, {where}: {best['wiring']} decodes {best['speedup']:.2f}x as fast as standard ({step})."
-        )
+        said = f"Measured, {where}: {best['wiring']} decodes {best['speedup']:.2f}x as fast as standard ({step})."
+        results.sentences.append((COMPARISON, said))
 
 
 def _read_emulated(results: Results, document: Mapping[str, Any], file: Path) -> None:
