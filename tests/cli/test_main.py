@@ -48,16 +48,48 @@ def test_help_says_everything_and_keeps_its_brackets():
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_the_example_of_a_command_is_in_its_help_and_parses(name):
-    text = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "160", "TERM": "dumb"}).output
+    text = CliRunner().invoke(app, [*name.split(), "--help"], env={"COLUMNS": "160", "TERM": "dumb"}).output
     assert EXAMPLES[name] in text
     program, *words = shlex.split(EXAMPLES[name])
-    assert (program, words[0]) == ("ladder", name)
+    assert program == "ladder"
+    assert " ".join(words).startswith(name)
     tree, called = get_command(app), []
     for _, command in leaves(tree):
         if not hasattr(command, "commands"):
             command.callback = lambda **given: called.append(given)
     tree.main(words, standalone_mode=False)  # UsageError if an option or argument is wrong
     assert len(called) == 1
+
+
+RUN = [
+    "demo",
+    "plan",
+    "convert",
+    "inspect",
+    "generate",
+    "data prepare",
+    "data inspect",
+    "data sample",
+    "adapt",
+    "eval",
+    "trace plan",
+]
+
+
+@pytest.mark.slow
+def test_the_examples_run_one_after_the_other(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in RUN:
+        words = shlex.split(EXAMPLES[name])[1:]
+        if "--tp" in words and name == "generate":
+            done = subprocess.run(
+                [sys.executable, "-m", "ladder_residual", *words], capture_output=True, text=True, timeout=120
+            )
+            assert done.returncode == 0, done.stderr
+            assert done.stdout.startswith("Once upon a time")
+        else:
+            done = CliRunner().invoke(app, words)
+            assert done.exit_code == 0, (name, done.output, done.exception)
 
 
 def test_shell_completion():

@@ -38,6 +38,7 @@ print(json.dumps(found))
 # Words of the command line, and what the line must hold: the value, and the way out.
 MISTAKES = [
     ("genrate stories", "'genrate'", "Did you mean 'generate'?"),
+    ("gen stories", "'gen'", "Did you mean 'generate'?"),
     ("generate stories --promt x", "--promt", "--prompt"),
     ("data prepar", "'prepar'", "Did you mean 'prepare'?"),
     ("convert stories", "Missing argument", "ladder convert --help"),
@@ -71,7 +72,7 @@ MISTAKES = [
     ("generate stories -p x --dtype int3", "unknown dtype 'int3'", "choose from auto, float32"),
     ("generate stories -p x --engine cudaa", "unknown engine 'cudaa'", "did you mean 'cuda'"),
     ("generate stories -p x --schedule three", "unknown schedule 'three'", "choose from auto, serial, two_stream"),
-    ("generate stories -p x --reducer mpi", "unknown reducer 'mpi'", "choose from nccl, symm"),
+    ("generate stories -p x --reducer mpi", "unknown reducer 'mpi'", "choose from auto, nccl, symm"),
     ("generate stories -p x --comm-dtype fp8", "unknown comm-dtype 'fp8'", "choose from same, bf16"),
     ("generate stories -p x --temperature -1", "temperature must be between 0 and 1000", "got -1"),
     ("generate stories -p x --top-p 2", "top-p must be between 0 and 1", "got 2"),
@@ -114,9 +115,55 @@ MISTAKES = [
     ("eval stories --perplexity prompts.txt --stride 0", "got 0", "the stride must be between 1 and"),
     ("eval stories --perplexity prompts.txt --out r.txt", "got r.txt", "ends in .json"),
     ("eval stories --perplexity prompts.txt --tp 3", "tp=3 does not divide", "use tp in [1, 2, 4]"),
+    ("eval stories --perplexity prompts.txt --against storis", "no checkpoint directory at storis", "did you mean 'stories'"),
+    ("adapt storis --method sft --data prompts.txt", "no checkpoint directory at storis", "did you mean 'stories'"),
+    ("adapt pinned --data prompts.txt", "method distill learns from the original model", "--teacher SRC"),
+    ("adapt pinned --teacher storis --data prompts.txt", "no checkpoint directory at storis", "did you mean 'stories'"),
+    ("adapt pinned --teacher stories", "no data", "--data FILE"),
+    ("adapt pinned --teacher stories --data no.txt", "no file or directory no.txt", "OWNER/NAME"),
+    ("adapt pinned --teacher stories --data prompts.txt --heldout no.txt", "no file or directory no.txt", "OWNER/NAME"),
+    ("adapt pinned --teacher stories --data prompts.txt --sequence 1024", "sequence=1024", "context of 512; use at most that"),
+    ("adapt pinned --teacher stories --data prompts.txt --schedule cosin", "'cosin'", "did you mean 'cosine'"),
+    ("adapt pinned --teacher stories --data prompts.txt --batch-tokens 1000", "batch_tokens=1000", "use 1024"),
+    ("adapt pinned --teacher stories --data prompts.txt --out stories", "the result would replace", "choose another --out"),
+    ("data prepare no.txt corpus --tokenizer stories", "no file or directory no.txt", "OWNER/NAME"),
+    ("data prepare model.gguf corpus --tokenizer stories", "model.gguf", "known are .txt"),
+    ("data prepare prompts.txt corpus --tokenizer storis", "no checkpoint directory at storis", "did you mean 'stories'"),
+    ("data inspect nowhere", "nowhere has no index.json", "no such directory"),
+    ("train no.toml", "there is no recipe no.toml", "no.toml"),
+    ("train recipe.toml", "the recipe names no data.train", "a directory written by `ladder data prepare`"),
+    ("train recipe.toml --set run.stps=3", "run.stps", "did you mean 'steps'"),
+    ("train recipe.toml --set data.train=nowhere", "nowhere has no index.json", "no such directory"),
+    ("bench overlap --model llama-9", "'llama-9'", "choose from llama-3.2-1b"),
+    ("bench overlap --wirings standard,laddr", "'laddr'", "did you mean 'ladder'"),
+    ("bench overlap --model ladder-1b --tp 3", "tp=3 does not divide", "use tp in [1, 2, 4"),
+    ("bench train --wirings desync-2x@8", "was made for tp=8, this run has tp=2", "run with tp=8"),
+    ("bench overlap --latency 5", "'5' has no unit", "500us or 2ms"),
+    ("trace run --wirings laddr", "unknown wiring 'laddr'", "did you mean 'ladder'"),
+    ("trace run --model stories --layers 2", "--layers 2", "measured whole"),
+    ("report", "give the results", "JSON files or folders"),
+    ("report no.json", "cannot read no.json", "give JSON results"),
+    ("report prompts.txt", "prompts.txt", "not a readable JSON result"),
+    ("report broken/config.json", "config.json", "not a readable JSON result"),
     ("plan", "say which model", "--list"),
+    ("plan --model stories --tp 3", "tp=3 does not divide", "use tp in [1, 2, 4]"),
+    ("plan --model llama-3-70b --device h10", "unknown device 'h10'", "did you mean 'h100'"),
+    ("plan --model llama-3-70b --hardware no.toml", "cannot read hardware file no.toml", "No such file"),
     ("plan --model lama-3-70b", "'lama-3-70b'", "did you mean 'llama-3-70b'"),
 ]  # fmt: skip
+
+
+# What is answered without torch, and so within a second.
+QUICK = [
+    "--help",
+    "inspect stories",
+    "inspect stories --json",
+    "plan --model llama-3-70b",
+    "plan --model stories --tp 2 --json",
+    "trace plan -o timeline",
+    "demo --export again",
+    "report timeline --out report.html",
+]
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +192,25 @@ def answers(demo_dir, tmp_path_factory):
     (here / "empty").mkdir()
     (here / "broken").mkdir()
     (here / "broken" / "config.json").write_text("{")
+    (here / "model.gguf").write_bytes(b"x")
+    (here / "recipe.toml").write_text('[model]\npreset = "ladder-1b"\n')
     (here / "prompts.txt").write_text("Once upon a time\n")
     (here / "done.jsonl").write_text('{"prompt": "Once upon a time"}\n')
     (here / "latin1.txt").write_bytes("Once\nCaf\u00e9\n".encode("latin-1"))
     (here / "empty.txt").write_text("\n")
     (here / "bad.jsonl").write_text('{"text": "x"}\n')
-    words = json.dumps([line.split() for line, *_ in MISTAKES])
+    lines = [*(line for line, *_ in MISTAKES), *QUICK]
+    words = json.dumps([line.split() for line in lines])
     done = subprocess.run([sys.executable, "-c", RUN_ALL], input=words, capture_output=True, text=True, cwd=here, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
-    return dict(zip([line for line, *_ in MISTAKES], json.loads(done.stdout), strict=True))
+    return dict(zip(lines, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("line", QUICK)
+def test_what_needs_no_torch_runs_without_it(answers, line):
+    code, said = answers[line]
+    assert not code, said
+    assert said
 
 
 @pytest.mark.parametrize(("line", "value", "fix"), MISTAKES, ids=[line for line, *_ in MISTAKES])

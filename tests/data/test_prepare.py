@@ -263,7 +263,10 @@ def test_ctrl_c_says_what_is_kept(tmp_path, demo_dir, monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ladder_residual.data.prepare.prepare", interrupted)
-    result = CliRunner().invoke(app, ["data", "prepare", "a.txt", str(tmp_path / "out"), "--tokenizer", str(demo_dir)])
+    (tmp_path / "a.txt").write_text("once")
+    result = CliRunner().invoke(
+        app, ["data", "prepare", str(tmp_path / "a.txt"), str(tmp_path / "out"), "--tokenizer", str(demo_dir)]
+    )
     assert result.exit_code == 130
     assert "finished shards are kept in" in result.stderr
 

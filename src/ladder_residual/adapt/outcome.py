@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
-from ..data.packing import MixedRows, RowStore
+if TYPE_CHECKING:
+    from ..data.packing import MixedRows, RowStore
 
 FILE = "adapt.json"
 

@@ -29,7 +29,8 @@ def prepare_command(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Directory for the shards.")],
     tokenizer: Annotated[str, typer.Option(help="Directory, hub id or tokenizer.json.")],
     text_field: Annotated[
-        list[str] | None, typer.Option(help="Field with the text, default text; repeated, fields are joined by a line break.")
+        list[str] | None,
+        typer.Option(help="Field with the text; repeated, fields are joined by a line break.", show_default="text"),
     ] = None,
     document_separator: Annotated[
         str | None, typer.Option(help="A line of a text file that ends a document; without it a file is one document.")
@@ -50,7 +51,7 @@ def prepare_command(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from ..data.prepare import PrepareSettings, Report, prepare
+    from ..data.prepare import PrepareSettings, Report, check_request, prepare
     from ..data.sources import SourceOptions
 
     settings = PrepareSettings(
@@ -60,6 +61,7 @@ def prepare_command(
         end_of_document=end_of_document,
         options=SourceOptions(document_separator, split, subset),
     )
+    check_request(sources, tokenizer, settings)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as bar:

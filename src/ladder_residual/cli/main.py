@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Annotated, Any
 
@@ -32,11 +33,26 @@ EXAMPLES = {
     "generate": 'ladder generate stories-ladder -p "Once upon a time" --tp 2',
     "chat": "ladder chat meta-llama/Llama-3.1-8B-Instruct --wiring ladder:last-half --temperature 0.7",
     "data": "ladder data prepare stories/stories.txt corpus --tokenizer stories",
-    "adapt": "ladder adapt stories-ladder --teacher stories --data stories/stories.txt --tokens 100000",
+    "data prepare": "ladder data prepare stories/stories.txt corpus --tokenizer stories",
+    "data inspect": "ladder data inspect corpus",
+    "data sample": "ladder data sample stories samples.jsonl --tokens 2000 --length 128",
+    "adapt": "ladder adapt stories-ladder --teacher stories --data stories/stories.txt --batch-tokens 2048 --tokens 20000",
     "train": "ladder train recipes/train-tiny-ladder.toml --set run.steps=100",
+    "train run": "ladder train run recipes/train-tiny-ladder.toml --set run.steps=100",
+    "train export": "ladder train export runs/tiny-ladder trained",
     "eval": "ladder eval stories-ladder --perplexity stories/stories.txt --against stories",
     "bench": "ladder bench overlap --model ladder-1b --layers 4 --latency 3ms",
+    "bench overlap": "ladder bench overlap --model ladder-1b --layers 4 --latency 3ms",
+    "bench decode": "ladder bench decode --model llama-3-70b --tp 8 --links 'none;24us'",
+    "bench prefill": "ladder bench prefill --model llama-3-70b --tp 8 --prompt 4096 --links h200-nccl",
+    "bench e2e": "ladder bench e2e --model llama-3-70b --tp 8 --prompt 1024 --new 64",
+    "bench train": "ladder bench train --model ladder-1b --layers 2 --links 2ms",
+    "bench calibrate": "ladder bench calibrate --tp 2 --out here.toml",
+    "bench link": "ladder bench link --tp 2",
     "trace": "ladder trace plan --model llama-3-70b --tp 8",
+    "trace run": "ladder trace run --tp 2 --layers 4 --latency 3ms",
+    "trace engine": "ladder trace engine --model llama-3-70b --layers 8 --link 24us",
+    "trace plan": "ladder trace plan --model llama-3-70b --tp 8",
     "report": "ladder report results --out report.html",
 }
 
@@ -59,6 +75,8 @@ for panel, commands in COMMANDS.items():
     for name, command in commands.items():
         about: dict[str, Any] = {"rich_help_panel": panel, "epilog": f"Example: {EXAMPLES[name]}"}
         if isinstance(command, typer.Typer):
+            for below in command.registered_commands:
+                below.epilog = f"Example: {EXAMPLES[f'{name} {below.name}']}"
             app.add_typer(command, name=name, **about)
         else:
             app.command(name, **about)(command)
@@ -86,6 +104,15 @@ def _given(error: Any) -> str:
     return f", got {(after or inside)[0]!r:.60}" if after or inside else ""
 
 
+def _begins(context: Any, said: str) -> str:
+    """``gen`` is too short for typer to see that it begins ``generate``."""
+    unknown = re.fullmatch(r"No such command '(\w+)'\.", said)
+    names = [
+        name for name in getattr(getattr(context, "command", None), "commands", {}) if unknown and name.startswith(unknown[1])
+    ]
+    return f". Did you mean {' or '.join(map(repr, names))}?" if names else ""
+
+
 def _run() -> None:
     """A command or option that does not exist is one line too; typer would draw a box of five."""
     try:
@@ -100,5 +127,6 @@ def _run() -> None:
         if not hasattr(error, "format_message"):
             raise
         where = context.command_path if context is not None else "ladder"
-        raise ValueError(f"{error.format_message().rstrip('.')}{_given(error)} (see {where} --help)") from error
+        said = f"{error.format_message().rstrip('.')}{_begins(context, str(error))}{_given(error)}"
+        raise ValueError(f"{said} (see {where} --help)") from error
     sys.exit(code if isinstance(code, int) else 0)

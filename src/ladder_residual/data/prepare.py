@@ -70,6 +70,13 @@ class Report:
     bytes_total: int | None
 
 
+def check_request(names: list[str], tokenizer_source: str, settings: PrepareSettings) -> list[Source]:
+    """The sources; ValueError if one of them or the tokenizer is not there. Before anything is imported that takes seconds."""
+    if not Path(tokenizer_source).is_file():
+        resolve(tokenizer_source, weights=False)
+    return find_sources(names, settings.options)
+
+
 def prepare(
     names: list[str],
     directory: Path,
@@ -83,9 +90,7 @@ def prepare(
     """Tokenise the sources into ``directory``; go on where an interrupted run with the same settings stopped."""
     if workers < 1:
         raise ValueError(f"--workers must be at least 1, got {workers}")
-    sources = find_sources(names, settings.options)
-    if not Path(tokenizer_source).is_file():
-        resolve(tokenizer_source, weights=False)
+    sources = check_request(names, tokenizer_source, settings)
     from .tokenizer import TextToIds, end_of_document, read_tokenizer, tokenizer_digest, vocabulary_size
 
     tokenizer = read_tokenizer(tokenizer_source)

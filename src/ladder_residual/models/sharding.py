@@ -79,17 +79,15 @@ def check_divides(shape: ModelShape, family: Family | None, tp: int, uneven: boo
     if tp > heads:
         raise ValueError(f"tp={tp} is more than the model's {heads} attention heads; use at most {heads}")
     even = heads % tp == 0 and (kv % tp == 0 or tp % kv == 0)
+    fitting = [
+        n for n in range(1, heads + 1) if heads % n == 0 and (kv % n == 0 or n % kv == 0) and shape.intermediate_size % n == 0
+    ]
     if not even and not (uneven and kv >= tp):
-        fitting = [
-            n
-            for n in range(1, heads + 1)
-            if heads % n == 0 and (kv % n == 0 or n % kv == 0) and shape.intermediate_size % n == 0
-        ]
         offer = uneven is not None and kv >= tp
         way_out = f"use tp in {fitting}" + (", or allow ranks with unequal numbers of heads (--uneven)" if offer else "")
         raise ValueError(f"tp={tp} does not divide {heads} query heads with {kv} KV heads evenly: {way_out}")
     if shape.intermediate_size % tp and not uneven:
-        way_out = "use a divisor" + (", or allow unequal ranks (--uneven)" if uneven is not None else "")
+        way_out = f"use tp in {fitting}" + (", or allow unequal ranks (--uneven)" if uneven is not None else "")
         raise ValueError(f"tp={tp} does not divide the MLP's {shape.intermediate_size} neurons; {way_out}")
 
 
