@@ -101,6 +101,8 @@ def random_kill(job: AdaptJob, duration: float, chance: random.Random) -> Outcom
         error = rf"rank {victim} of 2 \(pid {ranks[victim]}\) on {HOST} was killed by SIGKILL"
         judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=None)
     if job.output.exists():
+        if job.wrong_losses() is None and run.exit_codes() == [0]:
+            return None  # it had ended
         outcome.wrong.append("a result is there although the run was killed")
     with WatchedRun([job.command()], job.directory, ENVIRONMENT) as run:
         if run.end(START_SECONDS) is None or run.exit_codes() != [0]:

@@ -6,6 +6,7 @@ python -m lab.fuzz.worker DIRECTORY SEED FIRST COUNT STRIDE MEMORY_BYTES TARGET,
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import logging
 import os
@@ -42,7 +43,9 @@ def main() -> None:
     _warm_up(box, [TARGETS[name] for name in chosen])
     base = _address_space()
     resource.setrlimit(resource.RLIMIT_AS, (base + int(memory), resource.RLIM_INFINITY))
-    for number in range(int(first), int(count), int(stride)):
+    for turn, number in enumerate(range(int(first), int(count), int(stride))):
+        if turn % 20 == 0:
+            gc.collect()  # groups and readers of runs that were refused hold threads and files until then
         name = chosen[number % len(chosen)]
         report.write(json.dumps({"begin": number, "target": name}) + "\n")
         start, kind, finding = time.process_time(), None, None

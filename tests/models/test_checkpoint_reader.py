@@ -1,9 +1,11 @@
 """Checkpoint directories: where their tensors lie, and what is wrong with them in one line."""
 
 import json
+import shutil
 import struct
 
 import pytest
+from safetensors.torch import load_file
 
 from ladder_residual import rewire
 from ladder_residual.models.checkpoint_reader import Checkpoint, resolve
@@ -72,12 +74,36 @@ def test_truncated_and_missing_weights(saved):
         load_model(saved)
 
 
-@pytest.mark.parametrize("file", ["../secret.safetensors", "/etc/passwd", "", "..", 5, "a/b.safetensors"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "../secret.safetensors",
+        "/etc/passwd",
+        "",
+        "..",
+        5,
+        "a/b.safetensors",
+        ".bashrc.safetensors",
+        "\x1b[2J.safetensors",
+        "\ud800",
+    ],
+)
 def test_an_index_may_not_lead_out_of_the_directory(saved, file):
     index = {"weight_map": {"model.norm.weight": file}}
     (saved / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ValueError, match="not a file of this directory"):
         Checkpoint(saved)
+
+
+def test_weights_beside_an_index_that_does_not_name_them_are_refused(saved):
+    """transformers loads ``model.safetensors`` where there are both."""
+    shutil.copy(saved / "model.safetensors", saved / "other.safetensors")
+    weight_map = dict.fromkeys(load_file(saved / "other.safetensors"), "other.safetensors")
+    (saved / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(ValueError, match=r"holds model\.safetensors beside an index that does not name it"):
+        Checkpoint(saved)
+    (saved / "model.safetensors").unlink()
+    Checkpoint(saved)
 
 
 def test_an_index_that_names_missing_files(saved):

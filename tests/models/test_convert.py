@@ -86,8 +86,9 @@ def test_bad_targets_lose_nothing(plain, tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     convert(plain, ".", "ladder")
-    convert(plain, ".", "ladder:1", overwrite=True)
-    assert json.loads((tmp_path / "here" / "config.json").read_text())["wiring"] == "ladder:1"
+    with pytest.raises(ValueError, match="run this from another directory"):
+        convert(plain, ".", "ladder:1", overwrite=True)
+    assert json.loads((tmp_path / "here" / "config.json").read_text())["wiring"] == "ladder"
     # A directory that holds the source, or anything a checkpoint does not, is not deleted.
     convert(plain, tmp_path / "again" / "inner", "ladder")
     with pytest.raises(ValueError, match="contains the source"):

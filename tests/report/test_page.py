@@ -237,6 +237,19 @@ def test_bad_results_are_refused(tmp_path, content, says):
         read_results([file])
 
 
+@pytest.mark.parametrize("change", [{"task": True}, {"stderr": "much"}, {"value": None}, {"task": [1]}])
+def test_an_evaluation_holds_anything(tmp_path, change):
+    """Of any kind of value: shown, or refused in one line."""
+    row = {"task": "arc_easy", "metric": "acc", "value": 0.5, "stderr": 0.01} | change
+    document = {"format": "ladder-residual evaluation 1", "model": "m", "wiring": 5, "rows": [row]}
+    (tmp_path / "eval.json").write_text(json.dumps(document))
+    try:
+        write_report([tmp_path], tmp_path / "out" / "report.html")
+    except ValueError as error:
+        assert "that can be shown; missing or wrong" in str(error)
+        assert "task" not in change
+
+
 def test_of_a_checkpoint_its_results_are_shown(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ValueError, match="holds no JSON results"):

@@ -69,22 +69,18 @@ def chat_template(box: Box, chance: Random) -> None:
         template = template[:place] + chance.choice(BAD) + template[place:]
     if chance.random() < 0.3:
         template = mutate_bytes(template.encode(), chance)[:10_000].decode("utf-8", "replace")
-    where = chance.randrange(4)
+    where, named = chance.randrange(4), [{"name": "default", "template": template}]
+    value: Any = template if where < 3 else chance.choice([named, {"default": template}, hostile_value(chance)])
     if where == 0:
         source = box.fresh(chat_template__jinja=template.encode())
     else:
-        value: Any = (
-            template
-            if where < 3
-            else chance.choice([[{"name": "default", "template": template}], {"default": template}, hostile_value(chance)])
-        )
         source = box.fresh(tokenizer_config__json=json_bytes(box.json("tokenizer_config.json") | {"chat_template": value}))
     messages = [
         {"role": chance.choice(["user", "system", "assistant", "tool"]), "content": hostile_text(chance, STORY)[:2000]}
         for _ in range(chance.choice([1, 2, 7]))
     ]
     text = chat_prompt(load_tokenizer(source), messages)
-    if template == CHAT:
+    if value in (CHAT, named) and template == CHAT:
         require(
             text == "".join(f"<|{m['role']}|>{m['content']}</s>" for m in messages) + "<|assistant|>",
             "the chat is not what its template says",

@@ -45,7 +45,7 @@ def damage(checkpoint: Path, files: list[str], payload: Path, chance: Random) ->
     elif kind == 1:
         path.write_bytes(pickle.dumps(Payload(payload)))
     elif path.suffix == ".json" and kind < 6:
-        with contextlib.suppress(ValueError):  # broken already
+        with contextlib.suppress(ValueError, RecursionError):  # broken already
             path.write_bytes(broken_json(json.loads(path.read_bytes()), chance))
     else:
         path.write_bytes(mutate_bytes(path.read_bytes(), chance))
@@ -63,7 +63,7 @@ def reseal(manifest: Path) -> bool:
         folder = manifest.parent
         document["files"] = {name: fingerprint_of(folder / name) for name in document["files"] if (folder / name).is_file()}
         manifest.write_text(json.dumps(document))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return False
     return True
 

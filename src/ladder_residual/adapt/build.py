@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -175,13 +176,16 @@ def training_arguments(settings: AdaptSettings, world: World, rows: int, folder:
     )
 
 
-def tensorboard(folder: Path, world: World) -> list[TrainerCallback]:
-    """Curves to watch with ``tensorboard --logdir``, where that package is installed."""
+@contextmanager
+def tensorboard(folder: Path, world: World) -> Iterator[TrainerCallback | None]:
+    """Curves to watch with ``tensorboard --logdir``, where that package is installed. However the block ends, its thread does too."""
     import importlib.util
 
     if not world.is_main or importlib.util.find_spec("tensorboard") is None:
-        return []
+        yield None
+        return
     from torch.utils.tensorboard import SummaryWriter
     from transformers.integrations import TensorBoardCallback
 
-    return [TensorBoardCallback(SummaryWriter(folder / "tensorboard"))]
+    with SummaryWriter(folder / "tensorboard") as writer:
+        yield TensorBoardCallback(writer)

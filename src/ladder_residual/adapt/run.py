@@ -117,13 +117,15 @@ def _adapt(settings: AdaptSettings, world: World, encoder: Encoder, folder: Path
     rows = settings_rows(settings, stores)
     trainer = build_trainer(settings, world, load_models(settings, world), rows, folder, log)
     curve, stop = Curve(trainer, heldout, settings, folder, log), StopSignal(world, DEFAULT_TIMEOUT_SECONDS)
-    for callback in (StopOnSignal(stop), curve, *tensorboard(folder, world)):
+    for callback in (StopOnSignal(stop), curve):
         trainer.add_callback(callback)
     resume = checkpoint_to_resume(folder, world, log) if settings.resume else None
     if resume is not None:
         log(f"resume   {resume}")
     try:
-        with stop:
+        with stop, tensorboard(folder, world) as curves:
+            if curves is not None:
+                trainer.add_callback(curves)
             outcome = trainer.train(resume_from_checkpoint=str(resume) if resume else None)
             stopped = stop.agreed
     except KeyboardInterrupt:

@@ -23,6 +23,7 @@ from .sharding import ShardSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Tensors that older checkpoints store although they are computed, and a head that is tied to the embedding.
@@ -114,6 +115,11 @@ class Checkpoint:
                     raise ValueError(f"{self.directory / INDEX} names {file!r:.80}, which is no .safetensors file")
                 if not (self.directory / file).is_file():
                     raise ValueError(f"{self.directory / INDEX} names {file}, which is missing")
+            if (self.directory / SINGLE).exists() and SINGLE not in weight_map.values():
+                raise ValueError(
+                    f"{self.directory} holds {SINGLE} beside an index that does not name it, and transformers would load that one: "
+                    f"remove the one that is not meant"
+                )
             return weight_map
         if (self.directory / SINGLE).is_file():
             return dict.fromkeys(self._header(SINGLE), SINGLE)
@@ -285,10 +291,5 @@ class Checkpoint:
 
 
 def _is_plain_name(file: str) -> bool:
-    """Of a file beside the index: no path, nothing that a file system refuses or reads as something else."""
-    return (
-        Path(file).name == file
-        and file not in ("", ".", "..")
-        and "\0" not in file
-        and len(file.encode(errors="replace")) < 256
-    )
+    """Of a file beside the index: no path, not hidden, nothing that a file system refuses or a terminal obeys."""
+    return Path(file).name == file and file.isprintable() and not file.startswith(".") and 0 < len(file.encode()) < 256

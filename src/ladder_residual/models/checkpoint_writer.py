@@ -8,6 +8,7 @@ with new_directory(target, overwrite=True) as directory:
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -15,6 +16,13 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..common.files import replace_text, swap, sync, umask
+from .checkpoint_reader import CONFIG, read_json
+from .hf_config import STUB
+
+# Anything else may be somebody's work, and is not overwritten.
+_PART_OF_A_CHECKPOINT = re.compile(
+    rf"[^.].*\.(?:json|jinja|model|tiktoken|txt|md|safetensors)|{re.escape(STUB)}|LICENSE|NOTICE|\.gitattributes", re.DOTALL
+)
 
 
 class DirectoryWriter:
@@ -89,13 +97,29 @@ def check_replaceable(target: Path, overwrite: bool) -> None:
         return
     if not target.is_dir():
         raise ValueError(f"{target} exists and is not a directory; choose another target")
-    if any(target.iterdir()) and not overwrite:
+    there = sorted(target.iterdir())
+    if not there:
+        return
+    if not overwrite:
         raise ValueError(f"{target} is not empty; choose another target or pass --overwrite")
-    if overwrite and not (target / "config.json").exists() and any(target.iterdir()):
-        raise ValueError(f"{target} holds files but no config.json, so it is no checkpoint: not overwritten")
-    folders = sorted(path.name for path in target.iterdir() if path.is_dir())
-    if folders:
-        raise ValueError(f"{target} holds the directory {folders[0]}, which is no part of a checkpoint: not overwritten")
+    if target.samefile(os.curdir):
+        raise ValueError(
+            f"{target} is the working directory, which cannot be replaced in one step: run this from another directory"
+        )
+    if not _says_what_model(target / CONFIG):
+        raise ValueError(f"{target} holds files but no config.json of a model, so it is no checkpoint: not overwritten")
+    for path in there:
+        if path.is_dir() and not path.is_symlink():
+            raise ValueError(f"{target} holds the directory {path.name}, which is no part of a checkpoint: not overwritten")
+        if not _PART_OF_A_CHECKPOINT.fullmatch(path.name):
+            raise ValueError(f"{target} holds {path.name}, which is no part of a checkpoint: not overwritten")
+
+
+def _says_what_model(config: Path) -> bool:
+    try:
+        return "model_type" in read_json(config)
+    except ValueError:
+        return False
 
 
 def _cannot_write(target: Path, why: str) -> str:
@@ -105,31 +129,38 @@ def _cannot_write(target: Path, why: str) -> str:
 def _put_in_place(draft: Path, target: Path) -> None:
     if not target.exists():
         draft.rename(target)
-    elif not target.samefile(os.curdir) and swap(draft, target):
+    elif target.samefile(os.curdir):
+        _move_files(draft, target)
+    elif swap(draft, target):
         shutil.rmtree(draft)  # the old files
     else:
-        _move_files(draft, target)
+        _replace_in_two_steps(draft, target)
 
 
 def _move_files(draft: Path, target: Path) -> None:
-    """Into a working directory, which must stay the same one, or where directories cannot be swapped: the old files go aside, come
-    back if anything goes wrong, and are deleted last."""
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
-    emptied = False
+    """Into an empty working directory, which must stay the same one: ``config.json``, without which it is no checkpoint, comes last."""
+    moved: list[Path] = []
     try:
-        _move_all(target, aside)
-        emptied = True
-        _move_all(draft, target)
+        for path in sorted(draft.iterdir(), key=lambda path: path.name == CONFIG):
+            path.rename(target / path.name)
+            moved.append(target / path.name)
     except BaseException:
-        if emptied:  # otherwise what is in the target is still old
-            _move_all(target, draft)
-        _move_all(aside, target)
-        aside.rmdir()
+        for path in reversed(moved):
+            path.unlink()
         raise
     draft.rmdir()
+
+
+def _replace_in_two_steps(draft: Path, target: Path) -> None:
+    """Where directories cannot be swapped. Between the steps the target is missing, and the old one lies whole beside it."""
+    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.old.", dir=target.parent))
+    try:
+        target.rename(aside)
+        draft.rename(target)
+    except BaseException:
+        if target.exists():
+            aside.rmdir()
+        else:
+            aside.rename(target)
+        raise
     shutil.rmtree(aside)
-
-
-def _move_all(source: Path, target: Path) -> None:
-    for path in list(source.iterdir()):
-        path.rename(target / path.name)

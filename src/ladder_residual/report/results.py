@@ -156,14 +156,18 @@ def _read_tasks(results: Results, document: Mapping[str, Any], file: Path) -> No
 
 def _read_evaluation(results: Results, document: Mapping[str, Any], file: Path) -> None:
     shown = [row for row in document["rows"] if row.get("shown", True)]
-    found = {row["task"]: (float(row["value"]), row.get("stderr"), row["metric"]) for row in shown}
+    found = {str(row["task"]): (float(row["value"]), _optional(row.get("stderr")), row["metric"]) for row in shown}
     perplexity = document.get("perplexity")
     if not found and not perplexity:
         raise ValueError("it has neither a task nor a perplexity")
-    measured = {"name": str(document.get("model") or file.stem), "tasks": found, "wiring": document.get("wiring", "")}
+    measured = {"name": str(document.get("model") or file.stem), "tasks": found, "wiring": str(document.get("wiring", ""))}
     results.evaluations.append(
         measured | {"ppl": float(perplexity["ppl"]) if perplexity else None, "facts": facts_of(document)}
     )
+
+
+def _optional(number: Any) -> float | None:
+    return None if number is None else float(number)
 
 
 def _add_evaluations(results: Results) -> None:
