@@ -19,7 +19,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def faults(
-    what: Annotated[str, typer.Option(help="generate, train, train-2x2, adapt, convert or prepare.")] = "generate",
+    what: Annotated[
+        str, typer.Option(help="generate, generate-gpu, train, train-gpu, train-2x2, adapt, convert or prepare.")
+    ] = "generate",
     rounds: Annotated[int, typer.Option(help="Random kills; convert is killed at every change of a directory.")] = 20,
     named: Annotated[
         str, typer.Option(help="Other faults, each once: all, none, or names with commas (stop,memory,link-5s,...).")

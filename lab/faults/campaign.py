@@ -96,6 +96,28 @@ def _train_kills(layouts: list[TrainJob], chance: random.Random, rounds: int, el
     return durations[0], map(kill, range(3 * rounds))
 
 
+def _generate_gpu(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
+    """Ranks that share a GPU, in the CUDA engine's graphs over symmetric memory; a rank that is left would spin there for ever."""
+    from lab.faults import generate_faults
+    from lab.faults.gpu import engine_checkpoint
+    from lab.faults.jobs import GenerateJob
+
+    share = ("--share-gpu", "--device", "cuda", "--engine", "cuda", "--schedule", "serial", "--reducer", "symm")
+    checkpoint = engine_checkpoint(directory / "checkpoint")
+    job = GenerateJob(directory, str(checkpoint), prompts=150, new_tokens=300, timeout=timeout, more=share)
+    duration = generate_faults.undisturbed(job)
+    job.reference = []  # random weights: which of two near ties is chosen may depend on the tiles timed at start-up
+    return duration, (generate_faults.random_kill(job, duration, chance) for _ in range(3 * rounds)), []
+
+
+def _train_gpu(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
+    """Ranks that share a GPU, tensor-parallel over NCCL; started again by hand."""
+    from lab.faults.jobs import TrainJob
+
+    job = TrainJob(directory, steps=60, timeout=timeout, device="cuda")
+    return *_train_kills([job], chance, rounds, elastic=False), []
+
+
 def _adapt(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
     """By turns with DDP and with FSDP."""
     from lab.faults import adapt_faults
@@ -119,6 +141,8 @@ def _writer(
 WRITERS = ("convert", "prepare")
 CAMPAIGNS: dict[str, Callable[[Path, random.Random, int, float], tuple[float, Attempts, list[Fault]]]] = {
     "generate": _generate,
+    "generate-gpu": _generate_gpu,
+    "train-gpu": _train_gpu,
     "train": _train,
     "train-2x2": _train_2x2,
     "adapt": _adapt,

@@ -21,6 +21,7 @@ class GenerateJob:
     prompts: int = 40
     new_tokens: int = 60
     timeout: float = 10.0
+    more: tuple[str, ...] = ()  # options of every run
     reference: list[str] = field(default_factory=list)  # the lines of an undisturbed run
 
     @property
@@ -38,7 +39,7 @@ class GenerateJob:
         """After ``ladder``; without ``ranks`` for a launcher of one's own."""
         words = ["generate", self.source, "--file", str(self.directory / "prompts.txt"), "--out", str(self.output)]
         words += ["-n", str(self.new_tokens), "--temperature", "0", "--batch-size", "1", "--timeout", str(self.timeout)]
-        return [*words, *(["--tp", str(ranks)] if ranks else []), *extra]
+        return [*words, *(["--tp", str(ranks)] if ranks else []), *self.more, *extra]
 
     def begun(self) -> bool:
         return self.output.exists() and b"\n" in self.output.read_bytes()
@@ -69,6 +70,9 @@ class TrainJob:
     tp: int = 2
     dp: int = 1
     timeout: float = 10.0
+    device: str = "cpu"
+    precision: str = "fp32"
+    compiled: bool = False
     reference: dict[int, float] = field(default_factory=dict)  # losses of an undisturbed run, by step
 
     @property
@@ -115,8 +119,9 @@ lr = 1e-2
 warmup = 2
 [run]
 steps = {self.steps}
-precision = "fp32"
-device = "cpu"
+precision = "{self.precision}"
+device = "{self.device}"
+compile = {str(self.compiled).lower()}
 timeout = {self.timeout}
 [checkpoint]
 directory = "{self.run}"
@@ -130,7 +135,8 @@ tensorboard = false
 
     def arguments(self, *, by_torchrun: bool = False, extra: Sequence[str] = ()) -> list[str]:
         """After ``ladder``; torchrun starts the ranks itself."""
-        return ["train", str(self.recipe), *([] if by_torchrun else ["--ranks", str(self.ranks)]), *extra]
+        share = ["--share-gpu"] if self.device == "cuda" else []
+        return ["train", str(self.recipe), *([] if by_torchrun else ["--ranks", str(self.ranks)]), *share, *extra]
 
     def losses(self) -> dict[int, float]:
         """By step, of what the log holds now; a line that is just being written is left out."""

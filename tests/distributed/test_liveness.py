@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ladder_residual.distributed.liveness import LivenessCheck
 from ladder_residual.distributed.sockets import PeerLost
 from ladder_residual.distributed.world import distributed
 from tests.ranks import free_port, start_ranks
@@ -55,6 +56,47 @@ def messages(scene, victim=2, launched=True):
         for process in processes:
             process.kill()
             process.join()
+
+
+def _watch(connection, rank, scene):
+    """Two ranks that wait for each other where no time-out reaches, as in a kernel on a GPU."""
+    store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
+    check = LivenessCheck(store, rank, 2, "here", on_silence=lambda text: (connection.send(text), os._exit(3)), timeout=TIMEOUT)
+    if scene == "done" and rank == 1:
+        check.part()
+    time.sleep(4 * TIMEOUT if scene == "done" else 60)
+    check.leave("ValueError: no" if scene == "failed" else None)
+    connection.send("went on")
+
+
+@pytest.mark.parametrize(
+    ("scene", "message"),
+    [
+        ("killed", f"rank 1 on {HOST} has not been heard of for 2 s (dead, stopped or cut off)"),
+        pytest.param("stopped", f"rank 1 on {HOST} has not been heard of for 2 s", marks=pytest.mark.slow),
+        ("done", "went on"),
+    ],
+)
+def test_a_rank_that_no_time_out_reaches_learns_of_the_lost_one(scene, message):
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pipes, processes = start_ranks(2, _watch, scene, port=store.port)
+    try:
+        if scene != "done":
+            assert wait_until(lambda: store.check(["beat/1"]))
+            os.kill(processes[1].pid, signal.SIGSTOP if scene == "stopped" else signal.SIGKILL)
+        assert pipes[0].poll(30)
+        assert message in pipes[0].recv()
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def wait_until(condition, seconds=30):
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
 
 
 @pytest.mark.parametrize(

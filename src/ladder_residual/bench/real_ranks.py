@@ -1,7 +1,7 @@
 """Decode, prefill and end-to-end benchmarks of the CUDA engine on real ranks: each on a GPU of its own, or several sharing one.
 
-All wirings of a row take turns in one run, and the slowest rank counts. ``no-comm`` runs without any all-reduce: the bound of a
-standard transformer. The functions return dicts for JSON on every rank.
+All wirings of a row take turns in one run, and the slowest rank counts. ``no-comm``, the bound of a standard transformer, has one
+all-reduce a step, the embedding's: it keeps the ranks in step, which would otherwise fill each other's gaps where they share a GPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from ..engine.engine import DecodeEngine
 from ..engine.ops.tiles import GemvTiles
 from ..engine.random_rank import DTYPE, RandomRank
 from ..engine.reducer_choice import make_reducer, time_all_reduce
-from ..links import parse_link
 from ..plan.models import resolve_model
 from .engine import check_cases
 from .timing import spread, time_calls, time_on_device
@@ -59,7 +58,7 @@ def bench_ranks(
     everyone = list(range(world.size))
     groups = (dist.new_group(everyone), dist.new_group(everyone))
     rank = RandomRank(*resolve_model(model), world.size, layers=layers, rank=world.rank, groups=groups)
-    bandwidth = _shared_bandwidth(world)
+    bandwidth = _bandwidth(world)
     names = list(dict.fromkeys(["standard", BOUND, *wirings]))
     rows: list[dict[str, Any]] = []
     for batch in batches:
@@ -73,10 +72,9 @@ def bench_ranks(
                 decode = {"schedule": "serial", "gemm_backend": "cublas", "tiles": tiles}
             engines: dict[str, DecodeEngine] = {}
             for wiring in names:
-                how: dict[str, Any] = {"link": parse_link("none")} if wiring == BOUND else {"reducer": reducer}
                 shared = next((engine.cache for engine in engines.values()), None)
                 more = {"batch": batch, "max_context": max_context, "cache": shared, **decode}
-                engines[wiring] = rank.engine(wiring, **how, **more)
+                engines[wiring] = rank.engine(wiring, reducer=reducer, **more)
             times = _MEASURE[phase](engines, world, repeats, context, prompt, new)
             standard, bound = (median(times[name]) for name in ("standard", BOUND))
             for wiring, engine in engines.items():
@@ -118,13 +116,18 @@ def bench_ranks(
     }
 
 
-def _shared_bandwidth(world: World) -> float:
-    """Bytes per second that a GPU's ranks read together, while all of them read."""
+def _bandwidth(world: World) -> float:
+    """Bytes per second that one rank of a GPU reads while the others wait."""
     from .roofline import read_bandwidth  # imports Triton
 
-    world.barrier()
-    (slowest,) = world.slowest([1 / read_bandwidth(gigabytes=2.0)])
-    return world.ranks_per_gpu / slowest
+    mine = 0.0
+    for turn in range(world.ranks_per_gpu):
+        if world.rank % world.ranks_per_gpu == turn:
+            mine = read_bandwidth(gigabytes=2.0)
+        world.barrier()
+        torch.cuda.synchronize()
+    (slowest,) = world.slowest([1 / mine])
+    return 1 / slowest
 
 
 def _all_reduce_us(reducer: str, rank: RandomRank, groups: tuple[Any, Any], tokens: int) -> float:

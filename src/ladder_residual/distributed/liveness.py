@@ -3,6 +3,8 @@
 gloo names a socket at best, and a rank that waits for a healthy one learns nothing about the third that both of them lack. So every
 rank keeps a thread with a connection of its own to the run's store. A rank that has lost a peer requests a liveness check there; the
 threads answer, also those of ranks that hang in an all-reduce; a rank that does not answer is missing.
+
+A kernel on a GPU waits for its peers for ever, and nobody notices. There the threads watch each other: ``on_silence``.
 """
 
 from __future__ import annotations
@@ -11,23 +13,39 @@ import queue
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 PATIENCE_SECONDS = 3.0  # for the answers
 _POLL_SECONDS = 0.5  # how often a rank looks whether a check was requested; costs it one small message
+_BEAT_SECONDS = 2.0  # how often a rank that is watched shows itself
 _REQUESTED = "requested"
+_LEFT = b"left"
 
 
 class LivenessCheck:
-    """One rank's part. ``store`` must be new to this run; ``address`` is where it is, for messages."""
+    """One rank's part. ``store`` must be new to this run; ``address`` is where it is, for messages. ``on_silence`` is called, by the
+    thread, with who has ended or has not been heard of for ``timeout`` seconds."""
 
-    def __init__(self, store: Any, rank: int, size: int, address: str) -> None:
+    def __init__(
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        address: str,
+        *,
+        on_silence: Callable[[str], None] | None = None,
+        timeout: float = 120.0,
+    ) -> None:
         self.rank, self.size, self.address = rank, size, address
+        self._on_silence, self._timeout, self._is_watched = on_silence, timeout, on_silence is not None
+        self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}  # the last sign and when
+        self._beats, self._next_beat = 0, 0.0
         # Used by the thread alone: a store that is out of reach blocks its caller for longer than any time-out.
         self._store = store.clone()
         self._store.set(f"host/{rank}", socket.gethostname())
         self._wake = threading.Event()
-        self._over = False
+        self._over = self._parting = False
         self._failure: str | None = None
         self._found: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="liveness-check", daemon=True)
@@ -42,8 +60,13 @@ class LivenessCheck:
             found = None
         return found or f"the run's store at {self.address} is out of reach (its host or the link to it is down)"
 
+    def part(self) -> None:
+        """This rank is done: it watches no more, and is not waited for."""
+        self._on_silence, self._parting = None, True
+
     def leave(self, failure: str | None = None) -> None:
         """End the thread. ``failure``: why this rank fails, for the ranks that lose it now ("": because it lost them)."""
+        self.part()
         self._failure, self._over = failure, True
         self._wake.set()
         self._thread.join(1.0)  # a thread whose store is out of reach ends with the process
@@ -59,10 +82,37 @@ class LivenessCheck:
                 elif not answered and self._store.check([_REQUESTED]):
                     self._store.set(f"here/{self.rank}", "")
                     answered = True
+                if self._parting:
+                    self._say_left()
+                elif self._on_silence is not None and time.monotonic() >= self._next_beat:
+                    self._watch(self._on_silence)
             if self._failure is not None:
                 self._store.set(f"here/{self.rank}", self._failure)
+            self._say_left()
         except RuntimeError:  # whoever hosts the store has left, or is out of reach
             self._found.put(None)
+            if (tell := self._on_silence) is not None:
+                tell(f"the run's store at {self.address} is out of reach (its host or the link to it is down)")
+
+    def _say_left(self) -> None:
+        if self._is_watched:
+            self._is_watched = False
+            self._store.set(f"beat/{self.rank}", _LEFT)
+
+    def _watch(self, tell: Callable[[str], None]) -> None:
+        """Show that this rank is there, and look for the others."""
+        now = time.monotonic()
+        self._beats, self._next_beat = self._beats + 1, now + _BEAT_SECONDS
+        self._store.set(f"beat/{self.rank}", str(self._beats))
+        for other, (last, since) in self._heard.items():
+            key, end = f"beat/{other}", f"here/{other}"
+            if self._store.check([end]) and (failure := self._store.get(end).decode(errors="replace")):
+                tell(f"{self._name(other)} ended with {failure}")
+            beat = self._store.get(key) if self._store.check([key]) else b""
+            if beat != last or beat == _LEFT:
+                self._heard[other] = (beat, now)
+            elif now - since > self._timeout:
+                tell(f"{self._name(other)} has not been heard of for {self._timeout:.0f} s (dead, stopped or cut off)")
 
     def _check(self) -> str:
         self._store.set(f"here/{self.rank}", "")
@@ -85,4 +135,5 @@ class LivenessCheck:
         return "; ".join(found) or "all ranks still answer: one was too slow for the time-out, or two cannot reach each other"
 
     def _name(self, rank: int) -> str:
-        return f"rank {rank} on {self._store.get(f'host/{rank}').decode(errors='replace')}"
+        host = self._store.get(f"host/{rank}").decode(errors="replace") if self._store.check([f"host/{rank}"]) else "some host"
+        return f"rank {rank} on {host}"

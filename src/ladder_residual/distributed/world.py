@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from ..core.reduce import GroupReducer, Reducer
 from . import shared_gpu
-from .launch import STORE, launched
+from .launch import LOST_PEER, STORE, launched, report_error
 from .liveness import LivenessCheck
 from .reducers import AsyncReducer, LatencyReducer
 from .sockets import PeerLost, PeerSockets, reachable_address
@@ -269,7 +269,11 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
     failure: str | None = None
     try:
         store, rank, size = _meet(timeout)
-        liveness = LivenessCheck(dist.PrefixStore("liveness", store), rank, size, _master())
+        # A rank of `launch` is ended by it; elsewhere nobody would notice that a GPU waits for a peer that is gone.
+        watched = where.type == "cuda" and STORE not in os.environ
+        names = dist.PrefixStore("liveness", store)
+        on_silence = _give_up if watched else None
+        liveness = LivenessCheck(names, rank, size, _master(), on_silence=on_silence, timeout=timeout)
         _form_group(store, rank, size, where, timeout)
         names = dist.PrefixStore("ranks", store)
         if where.type == "cpu":
@@ -279,6 +283,7 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         if sharing > 1 and world.is_main:
             print(shared_gpu.describe(sharing), file=sys.stderr, flush=True)
         yield world
+        liveness.part()
         _leave_together(world, timeout)
     except PeerLost as error:
         failure = ""
@@ -305,6 +310,13 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
             sockets.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _give_up(why: str) -> None:
+    """End this process from a thread, whatever its GPU waits for."""
+    noticed = f"rank {os.environ.get('RANK')} of {launched()} on {socket.gethostname()}"
+    report_error(f"{noticed} {_LOST}: {why}", LOST_PEER)
+    os._exit(LOST_PEER)
 
 
 def join(device: str = "auto") -> World:
