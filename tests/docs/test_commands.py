@@ -91,7 +91,7 @@ def test_commands_of_a_page_are_those_of_the_command_line(page):
             assert "-m" in words
             parse(words[words.index("-m") + 2 :])
         else:
-            assert words[0] in {"make", "pip", "vllm", "curl", "python", "git", "cd"} or "/" in words[0], words
+            assert words[0] in {"make", "pip", "vllm", "curl", "python", "git", "cd", "source"} or "/" in words[0], words
     for code in inline_code(text):
         check_inline(code)
 
