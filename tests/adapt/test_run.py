@@ -8,14 +8,16 @@ import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from ladder_residual.adapt.checkpoints import checkpoints
 from ladder_residual.adapt.run import adapt
 from ladder_residual.adapt.settings import DataSource
-from ladder_residual.adapt.trainer import Diverged, Stages
+from ladder_residual.adapt.trainer import AdaptTrainer, Diverged, Stages
 from ladder_residual.distributed.world import World
 from ladder_residual.models.convert import convert
+from ladder_residual.models.finite import NonFiniteError
 from ladder_residual.models.loading import load_model
 from tests.tiny_adapt import FAST, losses, run, settings, stop_after_a_checkpoint
 
@@ -227,6 +229,37 @@ def test_weights_that_are_pickled_are_not_opened(ground, tmp_path):
         with pytest.raises(ValueError, match="has only pickled weights") as caught:
             run(ground, "pickled", **{role: str(tmp_path / "pickled")})
         assert "\n" not in str(caught.value)
+
+
+def test_a_link_that_leaves_the_student_is_refused_before_training(ground, tmp_path):
+    """What it leads to would become a file of the result."""
+    convert(ground / "ladder", tmp_path / "student", "ladder", copy=True)
+    (tmp_path / "secret").write_text("mine")
+    (tmp_path / "student" / "notes.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match=r"notes\.txt is a link that leaves the checkpoint"):
+        run(ground, "linked", student=str(tmp_path / "student"))
+    assert not (ground / "linked.training").exists()
+
+
+def test_a_result_that_is_not_finite_is_not_written(ground, tmp_path, monkeypatch):
+    """The last update comes after the last loss. A student stored as float16 may overflow."""
+    convert(ground / "ladder", tmp_path / "half", "ladder", copy=True)
+    weights = tmp_path / "half" / "model.safetensors"
+    save_file({name: tensor.half() for name, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    options = dict(student=str(tmp_path / "half"), tokens=512 * 2, save_every=2, heldout=())
+    train = AdaptTrainer.train
+    for value, message in ((float("nan"), "holds NaN or infinite"), (1e6, r"overflows as torch\.float16")):
+
+        def last_update(trainer, *args, value=value, **kwargs):
+            outcome = train(trainer, *args, **kwargs)
+            with torch.no_grad():
+                trainer.inner.model.norm.weight[3] = value
+            return outcome
+
+        monkeypatch.setattr(AdaptTrainer, "train", last_update)
+        with pytest.raises(NonFiniteError, match=rf"was not written: model\.norm\.weight {message}.*checkpoint-2 is kept"):
+            run(ground, "overflowed", **options)
+        assert not (ground / "overflowed").exists()
 
 
 def test_teachers_of_another_vocabulary_are_refused(ground, tmp_path):

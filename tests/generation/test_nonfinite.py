@@ -5,6 +5,7 @@ import torch
 from transformers import AutoTokenizer
 
 from ladder_residual.adapt.probe import Probe
+from ladder_residual.data.batched_sampling import BatchedSampler, Start
 from ladder_residual.distributed.world import World
 from ladder_residual.evaluate.score import perplexity
 from ladder_residual.generation.completion import complete
@@ -46,3 +47,23 @@ def test_scores_and_selection_stop(demo_dir):
         perplexity(overflowing(demo_dir), list(range(1, 40)), context=16, stride=16)
     with pytest.raises(NonFiniteError, match="loss is NaN"):
         Probe(overflowing(demo_dir), torch.arange(1, 33).view(2, 16))
+
+
+@pytest.mark.parametrize("value", [float("-inf"), float("inf"), float("nan")])
+def test_logits_without_a_finite_largest_stop(demo_dir, value):
+    """Of -inf alone every token would be as likely as any."""
+    model, tokenizer = load_model(demo_dir), AutoTokenizer.from_pretrained(demo_dir)
+    tokenizer.pad_token_id, tokenizer.padding_side = 0, "left"
+    head = model.get_output_embeddings()
+    head.register_forward_hook(lambda module, args, logits: torch.full_like(logits, value))
+    with pytest.raises(NonFiniteError, match="the logits of step 1"):
+        complete(model, tokenizer, ["Once upon a time", "A dog"], Sampling(temperature=0), World())
+
+
+def test_samples_stop(demo_dir):
+    """``ladder data sample`` has a loop of its own."""
+    start = Start(torch.tensor([[1], [1], [1]]), torch.zeros(3, dtype=torch.bool))
+    settings = dict(rows=3, length=40, temperature=1.0, stops=set(), vocabulary=512)
+    assert len(BatchedSampler(load_model(demo_dir), **settings).sample(start, seed=1)) == 3
+    with pytest.raises(NonFiniteError, match="the logits of step 1 are NaN or infinite"):
+        BatchedSampler(overflowing(demo_dir), **settings).sample(start, seed=1)

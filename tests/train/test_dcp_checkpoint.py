@@ -1,5 +1,6 @@
 """A checkpoint's list of tensors is read as data: nothing it names is run, nothing outside its directory is opened."""
 
+import os
 import pickle
 
 import pytest
@@ -116,4 +117,18 @@ def test_damaged_and_foreign_checkpoints_are_one_line(saved):
     assert not (saved / "marker").exists()
     (saved / METADATA).unlink()
     with pytest.raises(ValueError, match="cannot read .*No such file"):
+        stored_tensors(saved)
+
+
+def test_a_few_bytes_do_not_take_all_memory(saved):
+    """An unpickler makes room for as many objects as a pickle counts."""
+    (saved / METADATA).write_bytes(b"\x80\x02}r" + (1 << 29).to_bytes(4, "little") + b".")
+    with pytest.raises(ValueError, match="it counts 536870912 objects in 9 bytes"):
+        stored_tensors(saved)
+
+
+def test_a_pipe_is_not_waited_for(saved):
+    (saved / METADATA).unlink()
+    os.mkfifo(saved / METADATA)
+    with pytest.raises(ValueError, match="is not a file"):
         stored_tensors(saved)

@@ -8,10 +8,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ladder_residual.train.checkpoints import complete_checkpoints
+from ladder_residual.train.dcp_checkpoint import load_tensors, save_tensors, stored_tensors
 from ladder_residual.train.export import export
 from ladder_residual.train.loop import open_rows
 from ladder_residual.train.recipe import Recipe
-from tests.forged import forge_metadata
+from tests.forged import forge_metadata, right_checksums
 from tests.tiny_training import tiny_recipe
 
 
@@ -41,3 +42,23 @@ def test_a_forged_checkpoint_is_not_exported(kind, alone, tmp_path):
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "marker").exists()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype", "message"), [(float("nan"), "float32", "holds NaN"), (1e6, "float16", r"overflows as torch\.float16")]
+)
+def test_weights_that_are_not_finite_are_not_exported(alone, tmp_path, value, dtype, message):
+    shutil.copytree(alone["ladder"], tmp_path / "run")
+    newest = complete_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    state = {name: torch.empty(entry.size, dtype=entry.properties.dtype) for name, entry in stored_tensors(newest).items()}
+    load_tensors(state, newest, None)
+    state["model.model.norm.weight"][3] = value
+    for path in newest.glob("*.distcp"):
+        path.unlink()
+    save_tensors(state, newest, None)
+    right_checksums(newest)
+    with pytest.raises(ValueError, match=rf"model\.norm\.weight {message}"):
+        export(tmp_path / "run", tmp_path / "out", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+    if value == 1e6:
+        export(tmp_path / "run", tmp_path / "out", dtype="bfloat16")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..data.sources import SourceOptions, find_sources, is_hub_dataset
+from ..models.convert import files_along
 from ..models.preflight import check_source
 from .settings import AdaptSettings
 
@@ -28,7 +29,9 @@ def check_output(settings: AdaptSettings) -> None:
 
 
 def check_models(settings: AdaptSettings) -> None:
-    student = check_source(settings.student).fields
+    found = check_source(settings.student)
+    files_along(found.checkpoint)
+    student = found.fields
     context = student.get("max_position_embeddings")
     if context and settings.sequence > context:
         raise ValueError(f"sequence={settings.sequence} is longer than the model's context of {context}; use at most that")

@@ -23,8 +23,9 @@ from ..data.tokenizer import read_tokenizer, tokenizer_digest
 from ..distributed.world import DEFAULT_TIMEOUT_SECONDS, World
 from ..models.checkpoint_reader import Checkpoint, read_json, resolve
 from ..models.checkpoint_writer import new_directory
-from ..models.convert import rewired_config
+from ..models.convert import files_along, rewired_config
 from ..models.families import family_of
+from ..models.finite import NonFiniteError, cast_finite
 from ..models.hf_config import wiring_of
 from ..train.run_lock import run_lock
 from ..train.stop_signal import StopSignal, ignoring_interrupts
@@ -294,8 +295,13 @@ def save_result(
         stored = {"BF16": torch.bfloat16, "F16": torch.float16}.get(checkpoint.dtype(), torch.float32)
         checkpoint.close()
         with new_directory(output) as directory:
+            try:
+                weights = {name: cast_finite(name, tensor, stored) for name, tensor in weights.items()}
+            except NonFiniteError as error:
+                raise NonFiniteError(
+                    f"{output} was not written: {error}; {what_is_kept(Path(str(trainer.args.output_dir)))}"
+                ) from None
             student.config.dtype = stored
-            weights = {name: tensor.to(stored) for name, tensor in weights.items()}
             student.save_pretrained(directory.path, state_dict=weights)
             config = read_json(directory.path / "config.json")
             config["use_cache"] = read_json(source / "config.json").get("use_cache", True)  # the Trainer switched it off
@@ -303,8 +309,7 @@ def save_result(
             directory.rewrite("config.json", json.dumps(written, indent=2) + "\n")
             if result is not None:
                 directory.rewrite(FILE, json.dumps(result_document(result, settings), indent=1) + "\n")
-            for path in source.iterdir():  # tokenizer, chat template, notices
-                along = path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model", ".md")
-                if along and not (directory.path / path.name).exists() and not path.name.startswith("model.safetensors"):
-                    directory.copy(path, path.name)
+            for name in files_along(checkpoint):
+                if not (directory.path / name).exists():
+                    directory.copy(source / name, name)
     world.barrier()

@@ -21,6 +21,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import AttentionInterface
 from transformers.cache_utils import Cache, DynamicLayer
 
+from ..models.finite import NonFiniteError, fix_for
+
 ATTENTION = "ladder_batched_sampling"
 WINDOW = 64  # the attended length is rounded up to this; also what memory-efficient attention wants masks aligned to
 CHECK_EVERY = 16  # steps between two looks at how many rows are left: a look waits for the device
@@ -139,6 +141,7 @@ class BatchedSampler:
         self.done = torch.zeros(rows, dtype=torch.bool, device=self.device)
         self.end_of_turn = torch.zeros(1, **integers)
         self.header = torch.zeros(1, **integers)
+        self.first_bad = torch.full((1,), EMPTY, **integers)  # the step whose logits were NaN or infinite
         self._answering = 0  # the stage from which a row's tokens are its own again: the header's length
         self._captured: dict[tuple[int, int], Any] = {}  # (rows, window) -> graph, or None after its first, eager step
         self._pool: Any = None
@@ -159,6 +162,7 @@ class BatchedSampler:
         finished: list[tuple[Tensor, Tensor]] = []
         for step in range(self.length - 1):
             if step % CHECK_EVERY == 0 and step:
+                self._check_finite()
                 left = int((~self.done[:rows]).sum())
                 report(step, left)
                 if left == 0:
@@ -166,9 +170,14 @@ class BatchedSampler:
                 while left <= rows // 2 and rows // 2 >= self.smallest:
                     rows = self._squeeze(rows, rows // 2, step, finished)
             self._step(rows, min(-(-(step + 1) // WINDOW) * WINDOW, len(self.columns)))
+        self._check_finite()
         finished.append((self.origin[:rows].cpu(), self.out[:rows].cpu()))
         origin, out = (torch.cat(parts) for parts in zip(*finished, strict=True))
         return [row[row != EMPTY] for row in out[torch.argsort(origin)]]
+
+    def _check_finite(self) -> None:
+        if int(self.first_bad) != EMPTY:
+            raise NonFiniteError(f"the logits of step {int(self.first_bad)} are NaN or infinite{fix_for(self.dtype)}")
 
     def _begin(self, start: Start) -> int:
         rows, width = start.prompts.shape
@@ -189,6 +198,7 @@ class BatchedSampler:
         self.stage[:rows] = torch.where(start.chat.to(self.device), -1, len(start.answer_header))
         self.origin[:rows] = torch.arange(rows, device=self.device)
         self.done[:rows] = False
+        self.first_bad.fill_(EMPTY)
         self.place.position.zero_()
         return rows
 
@@ -234,9 +244,10 @@ class BatchedSampler:
                 past_key_values=self.cache,
                 use_cache=True,
             )
-        sampled = self._draw(output.logits[:, -1, : self.vocabulary])
-
-        following = position + 1
+        logits = output.logits[:, -1, : self.vocabulary]
+        sampled, following = self._draw(logits), position + 1
+        bad = (~logits.amax(-1).isfinite() & ~done).any()  # looked at now and then: the host does not wait for a step
+        self.first_bad.copy_(torch.where(bad & (self.first_bad == EMPTY), following, self.first_bad))
         prompted = following < given  # [rows]: this token is part of the prompt
         forced = ~prompted & (stage >= 0) & (stage < self._answering)
         token = torch.where(forced, self.header[stage.clamp(0, len(self.header) - 1)], sampled)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..core.config import AUTHORS_KEY, CONFIG_KEY, Wiring
-from .checkpoint_reader import INDEX, resolve
+from .checkpoint_reader import INDEX, Checkpoint, resolve
 from .checkpoint_writer import check_replaceable, new_directory
 from .families import Family, check_wiring
 from .hf_config import STUB, auto_map, class_name, stub_text
@@ -77,9 +77,8 @@ def convert(
     check_parameters(meta_model(found), checkpoint)
     checkpoint.close()
     weights = sorted(set(checkpoint.files.values()))
-    kept = sorted(path.name for path in directory.iterdir() if _goes_along(path))
-    index = [INDEX] if (directory / INDEX).exists() else []
-    checkpoint.check_contained(["config.json", *weights, *kept, *index])
+    kept, index = files_along(checkpoint), [INDEX] if (directory / INDEX).exists() else []
+    checkpoint.check_contained(["config.json", *weights, *index])
     with new_directory(target, overwrite=overwrite) as written:
         place = written.copy if copy else written.link
         methods = {place(directory / name, name) for name in weights}
@@ -91,6 +90,13 @@ def convert(
             written.write(STUB, stub_text())
     placed = "copied" if "copied" in methods else "linked"
     return Conversion(target, family.model_type, before, after, weights, placed, kept)
+
+
+def files_along(checkpoint: Checkpoint) -> list[str]:
+    """Tokenizer, chat template, notices: what a checkpoint made from this one gets of it. ValueError if one is a link that leaves it."""
+    names = sorted(path.name for path in checkpoint.directory.iterdir() if _goes_along(path))
+    checkpoint.check_contained(names)
+    return names
 
 
 def _goes_along(path: Path) -> bool:

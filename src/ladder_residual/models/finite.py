@@ -38,17 +38,25 @@ def check_weight(name: str, tensor: Tensor, where: object) -> None:
         )
 
 
+def cast_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """``tensor`` as ``dtype``; NonFiniteError if it does not fit, or never was finite."""
+    cast = tensor.to(dtype)
+    if not is_finite(cast):
+        raise NonFiniteError(f"{name} overflows as {dtype}" if is_finite(tensor) else f"{name} holds NaN or infinite numbers")
+    return cast
+
+
 @contextmanager
 def finite_logits(model: nn.Module) -> Iterator[None]:
-    """Stop at the first forward of ``model`` whose logits have NaN or +inf, naming the step and the layer."""
+    """Stop at the first forward of ``model`` with logits of NaN, of +inf, or of -inf alone, naming the step and the layer."""
     steps = 0
 
     def check(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         nonlocal steps
         steps += 1
         logits = output.logits
-        # Ranks that exchange only their best logits leave -inf elsewhere; those are meant.
-        if bool((logits < math.inf).all()):
+        # Ranks that exchange only their best logits leave -inf elsewhere; those are meant. NaN is the largest of a row.
+        if is_finite(logits.amax(-1)):
             return
         dtype = next(module.parameters()).dtype
         raise NonFiniteError(f"the logits of step {steps} are NaN or infinite{_first_layer(output)}{fix_for(dtype)}")

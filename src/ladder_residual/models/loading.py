@@ -28,7 +28,7 @@ from . import preflight
 from .candidates import Candidates, decisive_logits
 from .chunks import local_part
 from .families import Family, family_of
-from .finite import NonFiniteError, is_finite
+from .finite import NonFiniteError, cast_finite
 from .generation_config import generation_config
 from .hf import rewire, set_reducer
 from .hf_config import ladder_config_class, wiring_of
@@ -143,10 +143,12 @@ def load_model(
 
     def read(name: str, shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         tensor = read_parameter(checkpoint, name, shape, spec)
-        cast = tensor.to(target)
-        if cast is not tensor and not allow_nonfinite and target.itemsize < tensor.dtype.itemsize and not is_finite(cast):
-            raise NonFiniteError(f"{name} overflows as {target}: use --dtype bfloat16 or float32")
-        return cast
+        if allow_nonfinite or target.itemsize >= tensor.dtype.itemsize:
+            return tensor.to(target)
+        try:
+            return cast_finite(name, tensor, target)
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{error}: use --dtype bfloat16 or float32") from None
 
     place_parameters(model, read, shape, family, rank)
     checkpoint.close()

@@ -7,7 +7,9 @@ the record, and refuses everything else.
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 import warnings
 from pathlib import Path
 from typing import Any, cast
@@ -31,6 +33,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from ..models.chunks import Chunk
 
 METADATA = ".metadata"
+_MEMORIES = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
 def save_tensors(state: dict[str, Tensor], folder: Path, group: dist.ProcessGroup | None) -> None:
@@ -124,8 +127,11 @@ class _TensorReader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         try:
-            with path.open("rb") as file:
-                metadata = _metadata(_RecordingUnpickler(file).load())
+            if path.exists() and not path.is_file():
+                raise OSError(f"{METADATA} is not a file")  # a pipe is not waited for
+            content = path.read_bytes()
+            _check_memo(content)
+            metadata = _metadata(_RecordingUnpickler(io.BytesIO(content)).load())
         except OSError as error:
             raise ValueError(f"cannot read {path}: {error.strerror or error}") from error
         except Exception as error:  # an unpickler fails in many ways on what is none
@@ -167,13 +173,20 @@ class _RecordingUnpickler(pickle.Unpickler):
     """A class of its own for every name: what a pickle does to it, it does to nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(dtype := getattr(torch, name, None), torch.dtype):
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):  # without lazy imports
             return dtype
         if (module, name) == ("collections", "OrderedDict"):
             return dict
         if name not in _RECORDED.get(module, ()):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no list of tensors needs")
         return type(name, (_Call,), {})
+
+
+def _check_memo(content: bytes) -> None:
+    """An unpickler takes memory for as many memories as the largest number of one: a few bytes could ask for all there is."""
+    for opcode, number, _ in pickletools.genops(content):
+        if opcode.name in _MEMORIES and number > len(content):
+            raise ValueError(f"it counts {number} objects in {len(content)} bytes")
 
 
 def _metadata(recorded: Any) -> Metadata:

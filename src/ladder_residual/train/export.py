@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from ..data.tokenizer import read_tokenizer
 from ..models.checkpoint_writer import new_directory
+from ..models.finite import NonFiniteError, cast_finite
 from ..models.hf import ladder_classes
 from ..models.hf_config import STUB, stub_text
 from ..models.loading import DTYPES, built_from
@@ -95,7 +96,11 @@ def _write_weights(checkpoint: Path, stored: Stored, target: Path, dtype: torch.
         }
         load_tensors(state, checkpoint, None)
         file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        save_file({name: state[f"model.{name}"].to(dtype) for name in names}, target / file, metadata={"format": "pt"})
+        try:
+            weights = {name: cast_finite(name, state[f"model.{name}"], dtype) for name in names}
+        except NonFiniteError as error:
+            raise NonFiniteError(f"{checkpoint}: {error}; --dtype bfloat16 and float32 have the widest range") from None
+        save_file(weights, target / file, metadata={"format": "pt"})
         where |= dict.fromkeys(names, file)
     if len(groups) > 1:
         total = sum(entry.size.numel() * dtype.itemsize for entry in stored.values())
