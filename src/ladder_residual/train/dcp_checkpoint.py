@@ -185,7 +185,7 @@ class _RecordingUnpickler(pickle.Unpickler):
 def _check_memo(content: bytes) -> None:
     """An unpickler takes memory for as many memories as the largest number of one: a few bytes could ask for all there is."""
     for opcode, number, _ in pickletools.genops(content):
-        if opcode.name in _MEMORIES and number > len(content):
+        if opcode.name in _MEMORIES and int(number or 0) > len(content):
             raise ValueError(f"it counts {number} objects in {len(content)} bytes")
 
 
