@@ -88,7 +88,9 @@ def _print_plan(waves: list[list[Part]], rounds: int) -> None:
     for wave in waves:
         engines = [engine for part in wave for engine in part.engines]
         start = 45 + 6 * sum(engine.tp for engine in engines)
-        measured = sum(each.seconds * rounds * len(part.engines) for part in wave for each in part.measurements)
+        measured = sum(
+            each.seconds * ((each.rounds or rounds) + 1) * len(part.engines) for part in wave for each in part.measurements
+        )
         judged = sum(10 + 3 * len(part.engines) for part in wave if part.judge)
         total += start + measured + judged + 5
         names, gigabytes = "+".join(part.name for part in wave), sum(engine.gigabytes for engine in engines)
@@ -245,11 +247,12 @@ class Run:
         if self.remaining() < measurement.seconds * len(running):
             return measurement.described() | {"error": "no time was left"}
         for each in running:  # set what the measurement wants, and warm up
-            for request in (*measurement.before, measurement.request | {"seed": 99}):
+            warm_up = () if measurement.rounds == 1 else (measurement.request | {"seed": 99},)
+            for request in (*measurement.before, *warm_up):
                 answer = each.ask(request, 90)
                 if "error" in answer:
                     errors[each.engine.name] = answer["error"]
-        for number in range(self.rounds):
+        for number in range(measurement.rounds or self.rounds):
             if self.remaining() < measurement.seconds * len(running):
                 break
             for each in running[:: 1 if number % 2 else -1]:

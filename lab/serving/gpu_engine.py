@@ -6,6 +6,7 @@ python -m lab.serving.gpu_engine SOCKET    # the job comes over the socket, then
 from __future__ import annotations
 
 import random
+import statistics
 import sys
 import time
 import traceback
@@ -61,6 +62,35 @@ def first_token(llm: Any, prompt: int, seed: int) -> dict[str, Any]:
     return {"ms": 1e3 * (time.perf_counter() - began)}
 
 
+def load(llm: Any, rate: float, requests: int, prompt: int, new_tokens: int, seed: int) -> dict[str, Any]:
+    """Requests that arrive at random, ``rate`` a second: the median milliseconds per token of one, and tokens per second of all."""
+    from vllm import SamplingParams
+
+    sampling = SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
+    chance, arrivals, due = random.Random(seed), [], 0.0
+    for _ in range(requests):
+        arrivals.append(due)
+        due += chance.expovariate(rate)
+    stats: list[Any] = []
+    engine, sent, began = llm.llm_engine, 0, time.perf_counter()
+    while len(stats) < requests:
+        while sent < requests and time.perf_counter() - began >= arrivals[sent]:
+            engine.add_request(f"{seed}-{sent}", {"prompt_token_ids": _prompt(prompt, 1000 * seed + sent)}, sampling)
+            sent += 1
+        if engine.has_unfinished_requests():
+            stats += [output.metrics for output in engine.step() if output.finished]
+        else:
+            time.sleep(0.001)
+    wall = time.perf_counter() - began
+    times = [1e3 * (each.last_token_ts - each.first_token_ts) / (new_tokens - 1) for each in stats]
+    firsts = [1e3 * each.first_token_latency for each in stats]
+    return {
+        "ms": statistics.median(times),
+        "first_ms": statistics.median(firsts),
+        "tokens_per_s": requests * new_tokens / wall,
+    }
+
+
 def tokens(llm: Any, prompts: list[list[int]], new_tokens: int) -> dict[str, Any]:
     """Greedy tokens of prompts that run together."""
     return {"tokens": [list(output.outputs[0].token_ids) for output in _generate(llm, prompts, new_tokens)]}
@@ -81,6 +111,7 @@ def _set_delay(worker: Any, microseconds: float) -> None:
 REQUESTS: dict[str, Callable[..., dict[str, Any]]] = {
     "decode": decode,
     "first_token": first_token,
+    "load": load,
     "tokens": tokens,
     "set_delay": set_delay,
 }

@@ -69,6 +69,7 @@ class Measurement:
     request: dict[str, Any]
     seconds: float  # of one engine's, about
     before: tuple[dict[str, Any], ...] = ()
+    rounds: int | None = None  # instead of those asked for
 
     def described(self) -> dict[str, Any]:
         numbers = {key: value for each in (*self.before, self.request) for key, value in each.items() if key != "do"}
@@ -95,6 +96,14 @@ def first_token(prompt: int, seconds: float) -> Measurement:
 TABLE = [decode(1, 0.6), decode(16, 1.6), first_token(256, 0.1), first_token(1024, 0.3), decode(64, 4.5)]
 
 
+def load(rate: float, requests: int = 32) -> Measurement:
+    request = {"do": "load", "rate": rate, "requests": requests, "prompt": 256, "new_tokens": 64}
+    return Measurement(f"load, {rate:g} requests a second", request, requests / rate + 3, rounds=1)
+
+
+LOADS = [load(rate) for rate in (4, 8, 16)]
+
+
 def pair(transport: str, tp: int = 2) -> list[Engine]:
     gigabytes = 24.0 if tp == 1 else 27.0
     return [
@@ -106,6 +115,13 @@ def pair(transport: str, tp: int = 2) -> list[Engine]:
 def with_overlap(transport: str) -> list[Engine]:
     """Both ways of the plugin beside its own choice."""
     return [Engine(f"{transport}-{mode}", "ladder", 2, transport, overlap=mode, gigabytes=27.0) for mode in ("always", "never")]
+
+
+def with_graphs_for_decode_only() -> list[Engine]:
+    """Prompts outside CUDA graphs, where both all-reduces of a layer can run beside its modules."""
+    graphs = {"compilation_config": {"cudagraph_capture_sizes": CAPTURED, "cudagraph_mode": "FULL_DECODE_ONLY"}}
+    facts: dict[str, Any] = {"tp": 2, "transport": "nccl", "gigabytes": 27.0, "options": graphs}
+    return [Engine("decode-graphs-own", **facts), Engine("decode-graphs-ladder", "ladder", **facts)]
 
 
 def emulated() -> list[Engine]:
@@ -150,7 +166,7 @@ def quantised(model: str) -> list[Engine]:
 PARTS = {
     part.name: part
     for part in (
-        Part("nccl", pair("nccl"), TABLE),
+        Part("nccl", pair("nccl"), TABLE + LOADS[1:]),
         Part("ipc", pair("ipc"), TABLE),
         Part("tp1", pair("tp1", tp=1), TABLE),
         Part(
@@ -167,6 +183,8 @@ PARTS = {
         ),
         Part("nccl-overlap", with_overlap("nccl"), TABLE),
         Part("ipc-overlap", with_overlap("ipc"), TABLE),
+        Part("load", pair("nccl"), LOADS),
+        Part("nccl-graphs", with_graphs_for_decode_only(), [first_token(64, 0.1), first_token(256, 0.1), decode(16, 1.6)]),
         Part("emulated", emulated(), [delayed(us, batch) for batch in (1, 16) for us in (5, 18, 24, 64)]),
         Part("fp8", quantised("small-fp8"), judge=Judge()),
         Part("int4", quantised("small-int4"), judge=Judge()),
