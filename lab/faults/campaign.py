@@ -99,9 +99,10 @@ def _train_kills(layouts: list[TrainJob], chance: random.Random, rounds: int, el
 def _generate_gpu(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
     """Ranks that share a GPU, in the CUDA engine's graphs over symmetric memory; a rank that is left would spin there for ever."""
     from lab.faults import generate_faults
-    from lab.faults.gpu import engine_checkpoint
+    from lab.faults.gpu import engine_checkpoint, own_mps
     from lab.faults.jobs import GenerateJob
 
+    own_mps(directory)
     share = ("--share-gpu", "--device", "cuda", "--engine", "cuda", "--schedule", "serial", "--reducer", "symm")
     checkpoint = engine_checkpoint(directory / "checkpoint")
     job = GenerateJob(directory, str(checkpoint), prompts=150, new_tokens=300, timeout=timeout, more=share)
@@ -112,8 +113,10 @@ def _generate_gpu(directory: Path, chance: random.Random, rounds: int, timeout: 
 
 def _train_gpu(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
     """Ranks that share a GPU, tensor-parallel over NCCL; started again by hand."""
+    from lab.faults.gpu import own_mps
     from lab.faults.jobs import TrainJob
 
+    own_mps(directory)
     job = TrainJob(directory, steps=60, timeout=timeout, device="cuda")
     return *_train_kills([job], chance, rounds, elastic=False), []
 

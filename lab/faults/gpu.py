@@ -1,9 +1,22 @@
-"""A checkpoint for fault campaigns on a GPU: random weights of a shape that the CUDA engine runs."""
+"""What fault campaigns on a GPU need: a checkpoint that the CUDA engine runs, and an MPS server of their own."""
 
 from __future__ import annotations
 
+import atexit
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
+
+
+def own_mps(directory: Path) -> None:
+    """For this process and the runs it starts. A client that is killed in a kernel takes the others of its server with it."""
+    for variable, name in (("CUDA_MPS_PIPE_DIRECTORY", "mps"), ("CUDA_MPS_LOG_DIRECTORY", "mps-log")):
+        folder = directory / name
+        folder.mkdir(parents=True)
+        os.environ[variable] = str(folder)
+    subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
+    atexit.register(subprocess.run, ["nvidia-cuda-mps-control"], input="quit\n", text=True, capture_output=True)
 
 
 def engine_checkpoint(directory: Path) -> Path:

@@ -22,6 +22,7 @@ from ladder_residual.distributed.shared_gpu import SM_PERCENTAGE
 
 EVERY = "standard,ladder,ladder:last-half,parallel,desync-2x,delayed-1"
 DECODE = "--prompt 768 --new 512 --repeats 40"
+TRAIN = "--tp 2 --batch 2 --sequence 1024 --vocabulary 4096 --wirings standard,ladder --repeats 8"
 # name: (folder, arguments of ladder bench, percent of the SMs for each rank; None: an equal share)
 PARTS: dict[str, tuple[str, str, int | None]] = {
     "8b-tp2": ("engine", f"decode --model llama-3.1-8b --tp 2 --wirings {EVERY} {DECODE}", None),
@@ -48,12 +49,8 @@ PARTS: dict[str, tuple[str, str, int | None]] = {
         "e2e --model llama-3.1-8b --tp 2 --prompt 512 --new 128 --wirings standard,ladder --repeats 3",
         None,
     ),
-    "train-tp2": (
-        "train",
-        "train --model ladder-1b --layers 12 --tp 2 --batch 4 --sequence 1024 --dtype bfloat16 --wirings standard,ladder "
-        "--repeats 8",
-        None,
-    ),
+    "train-tp2-1b-fp32": ("train", f"train --model ladder-1b --layers 6 {TRAIN} --dtype float32", None),
+    "train-tp2-70b-bf16": ("train", f"train --model llama-3-70b --layers 2 {TRAIN} --dtype bfloat16", None),
 }
 EMULATED = {"8b-tp2": "--tp 2", "8b-tp4": "--tp 4"}
 

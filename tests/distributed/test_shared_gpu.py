@@ -11,7 +11,13 @@ import pytest
 from ladder_residual.distributed import shared_gpu
 from ladder_residual.distributed.world import distributed
 
-SET_FOR_A_RANK = ("NCCL_HOSTID", "NCCL_IB_DISABLE", "NCCL_SOCKET_IFNAME", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES")
+SET_FOR_A_RANK = (
+    "NCCL_HOSTID",
+    "NCCL_IB_DISABLE",
+    "NCCL_SOCKET_IFNAME",
+    "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS",
+)
 
 
 @pytest.fixture(autouse=True)

@@ -21,6 +21,7 @@ _POLL_SECONDS = 0.5  # how often a rank looks whether a check was requested; cos
 _BEAT_SECONDS = 2.0  # how often a rank that is watched shows itself
 _REQUESTED = "requested"
 _LEFT = b"left"
+ALL_ANSWER = "all ranks still answer"
 
 
 class LivenessCheck:
@@ -132,7 +133,7 @@ class LivenessCheck:
             found.append(f"no answer from {', '.join(map(self._name, joined))} (dead, stopped or cut off)")
         if absent := [f"rank {rank}" for rank in silent if rank not in joined]:
             found.append(f"{', '.join(absent)} never joined")
-        return "; ".join(found) or "all ranks still answer: one was too slow for the time-out, or two cannot reach each other"
+        return "; ".join(found) or f"{ALL_ANSWER}: one was too slow for the time-out, or two cannot reach each other"
 
     def _name(self, rank: int) -> str:
         host = self._store.get(f"host/{rank}").decode(errors="replace") if self._store.check([f"host/{rank}"]) else "some host"

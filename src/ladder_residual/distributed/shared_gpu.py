@@ -46,6 +46,8 @@ def prepare(local_rank: int, local_ranks: int, gpus: int, *, one_host: bool) -> 
     if ranks == 1:
         return
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+    # MPS fails all ranks of a GPU when one of them is killed. That is told in one line, not by NCCL's watchdog with a stack.
+    os.environ.setdefault("TORCH_NCCL_RETHROW_CUDA_ERRORS", "0")
     # NCCL refuses two ranks on one device of one host. Ranks with the same id are on different devices.
     os.environ.setdefault("NCCL_HOSTID", f"{socket.gethostname()}-{local_rank // gpus}")
     if one_host:
@@ -79,6 +81,11 @@ def mps_state() -> str:
 def sharing(ranks: int) -> dict[str, Any]:
     """How ``ranks`` of them share a GPU, for a result."""
     return {"ranks_per_gpu": ranks, "mps": mps_state(), "sm_percentage": sm_percentage()}
+
+
+def tells_of_broken_gpu(message: str) -> bool:
+    """Whether an error may come from another process on the same GPU."""
+    return any(sign in message for sign in ("CUDA error", "Cuda failure", "unhandled cuda error", "CUDA driver error"))
 
 
 def describe(ranks: int) -> str:

@@ -27,7 +27,7 @@ import torch.distributed as dist
 from ..core.reduce import GroupReducer, Reducer
 from . import shared_gpu
 from .launch import LOST_PEER, STORE, launched, report_error
-from .liveness import LivenessCheck
+from .liveness import ALL_ANSWER, LivenessCheck
 from .reducers import AsyncReducer, LatencyReducer
 from .sockets import PeerLost, PeerSockets, reachable_address
 
@@ -291,6 +291,9 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
             raise PeerLost(f"{error}; {liveness.missing()}") from error
         raise
     except RuntimeError as error:
+        broken = sharing > 1 and shared_gpu.tells_of_broken_gpu(str(error))
+        if broken and liveness is not None and not (who := liveness.missing()).startswith(ALL_ANSWER):
+            _give_up(f"{who}: MPS failed the ranks that share its GPU")
         if not tells_of_lost_peer(str(error)):
             failure = _in_short(error)
             raise
