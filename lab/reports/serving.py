@@ -1,4 +1,4 @@
-"""docs/results/serving.md from results/serve and the planner: vLLM on two ranks, on one, and what is planned for GPUs."""
+"""docs/results/serving.md from results/serve and the planner: vLLM on a GPU, on CPU ranks, and what is planned for several GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lab.reports.sources import conditions, page, read_results, section
-from lab.serving import load, one_rank
+from lab.serving import gpu_tables, load, one_rank
 from ladder_residual.common.markdown import table
 from ladder_residual.plan.api import plan
 
@@ -17,6 +17,7 @@ LINKS = {
     "ib-2-nodes": "InfiniBand, two nodes",
     "10gbe": "10 Gb Ethernet",
 }
+GPU = "gpu"  # results of lab.serving.gpu: gpu.json, gpu-more.json and so on
 PLAN = f"ladder plan --model llama-3-70b --device h100 --tp 8 --link {','.join(LINKS)} --batch 1,16 --engine compiled"
 
 
@@ -27,6 +28,7 @@ def pages() -> dict[str, str]:
 def render(results: Mapping[str, Any]) -> str:
     two, one = results["cpu-tp2"], results["cpu-tp1"]
     sections = [
+        *(each for name in sorted(results) if name.startswith(GPU) for each in on_one_card(name, results[name])),
         section(
             "Two ranks on CPU",
             f"{two['model']}, float32, compiled, one core a rank, a link of {two['link']} (one module's compute), "
@@ -53,6 +55,16 @@ def render(results: Mapping[str, Any]) -> str:
         ),
     ]
     return page("Serving with vLLM", "The guide is [../serving.md](../serving.md).", sections)
+
+
+def on_one_card(name: str, result: Mapping[str, Any]) -> list[str]:
+    """A section for each part of a run on a GPU."""
+    made = conditions(result["environment"])
+    command = f"python -m lab.serving.gpu --out results/serve/{name}.json --parts {','.join(result['parts'])}"
+    return [
+        section(f"On one GPU: {title}", reading, found, command=command, made=made)
+        for title, reading, found in gpu_tables.sections(result)
+    ]
 
 
 def planned_table() -> str:
