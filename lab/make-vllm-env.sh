@@ -5,7 +5,7 @@ set -euo pipefail
 
 TORCH=2.13.0
 VLLM=0.32.0
-XGRAMMAR=0.2.8 # without its dependencies: they bring triton, which nothing on a CPU uses
+XGRAMMAR=0.2.8 # without its dependencies, which requirements-vllm.txt lists
 
 root=$(cd "$(dirname "$0")/.." && pwd)
 target=${1:-$root/.venv-vllm}

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,22 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
+    with environment_of(job.get("environment", {})):
+        return run_engine(job)
+
+
+@contextlib.contextmanager
+def environment_of(variables: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def run_engine(job: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 

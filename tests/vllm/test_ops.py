@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ladder_residual.core.reduce import Reducer, ReduceWork
 from ladder_residual.vllm_plugin import communicator as module
-from ladder_residual.vllm_plugin import ops  # noqa: F401  defines torch.ops.ladder_residual
+from ladder_residual.vllm_plugin import ops
 
 STREAM, WEIGHT, EPSILON = torch.full((2, 4), 100.0), torch.ones(4), 1e-6
 
@@ -58,8 +58,11 @@ def boundary(
     own_first: bool = False,
 ) -> float:
     """The stream after a boundary, which is the same number everywhere."""
-    flags = (keep, arrived, own_joined, own_first, True)
-    x, stream = torch.ops.ladder_residual.boundary(new, in_flight, STREAM, WEIGHT, EPSILON, after or [], *flags)
+    if keep > len(in_flight) and not own_first:  # nothing joins
+        x, stream = torch.ops.ladder_residual.begin(new, in_flight, STREAM, WEIGHT, EPSILON, 0.0, arrived, True), STREAM
+    else:
+        flags = (keep, arrived, own_joined, own_first, True)
+        x, stream = torch.ops.ladder_residual.boundary(new, in_flight, STREAM, WEIGHT, EPSILON, 0.0, after or [], *flags)
     torch.testing.assert_close(x, torch.ones_like(x))  # normed
     assert (stream == stream[0, 0]).all()
     return stream[0, 0].item()
@@ -70,7 +73,7 @@ def test_a_ladder_adds_what_is_one_module_old(here: Any) -> None:
     assert boundary(first, [], keep=1) == 100
     assert boundary(second, [first], keep=1) == 102
     assert here.reducer.events == ["issue", "issue", "join"]
-    latest, stream = torch.ops.ladder_residual.drain(partial(0.5), [second], STREAM, EPSILON, [], False, False)
+    latest, stream = torch.ops.ladder_residual.drain(partial(0.5), [second], STREAM, EPSILON, 0.0, [], False, False)
     assert (latest == 1).all()
     assert (stream == 120).all()
     assert not here.in_flight
@@ -122,3 +125,42 @@ def test_a_piecewise_cuda_graph_ends_with_no_all_reduce_in_flight(
     assert here.reducer.events == ["issue", "issue"] + (["join", "join"] if at_once else [])
     assert [here.wait_for_oldest()[0, 0], here.wait_for_oldest()[0, 0]] == [2, 20]
     assert here.reducer.events.count("join") == 2  # each once
+
+
+@pytest.mark.parametrize(("own_first", "post_norm"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_one_kernel_does_what_torch_does_op_by_op(
+    monkeypatch: pytest.MonkeyPatch, here: Any, own_first: bool, post_norm: bool, offset: float
+) -> None:
+    """What CUDA runs, on Triton's interpreter: a chain of boundaries that begins, keeps two in flight and ends."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are defined
+    from lab.triton_interpreter import mend_interpreter
+
+    mend_interpreter()
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    hidden = 96
+    partials, first, weight, norm = [random(3, hidden) for _ in range(5)], random(3, hidden), random(hidden), random(hidden)
+
+    def chain() -> list[Tensor]:
+        stream, in_flight, found = first, list[Tensor](), list[Tensor]()
+        for new, keep in zip(partials, (1, 2, 2, 1, 0), strict=True):
+            if keep > len(in_flight) and not own_first:
+                found.append(torch.ops.ladder_residual.begin(new, in_flight, stream, weight, EPSILON, offset, False, True))
+            else:
+                after = [norm] * (len(in_flight) + 1) if post_norm else []
+                flags = (keep, False, own_first and bool(in_flight), own_first, True)
+                arguments = (new, in_flight, stream, weight, EPSILON, offset, after, *flags)
+                x, stream = torch.ops.ladder_residual.boundary(*arguments)
+                found += [x, stream]
+            in_flight = [*in_flight, new][-keep:] if keep else []
+        return found
+
+    slowly = chain()
+    monkeypatch.setattr(ops, "norm_slowly", ops.norm_in_one_kernel)
+    at_once = chain()
+    for one, other in zip(at_once, slowly, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)

@@ -59,6 +59,11 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     add("tp2 gemma2 hybrid compiled", gemma2, TWO_RANKS | COMPILED)
     add("tp2 granite hybrid", tiny.rewired(folder, "ladder:1-2", "granite"), TWO_RANKS)
     add("tp2 parallel", tiny.plain(folder / "parallel-ranks", "ladder_llama", wiring="parallel:1-2"), TWO_RANKS)
+    # All-reduces in line with the modules, as on CUDA where they are fast.
+    in_line = {"environment": {"VLLM_LADDER_OVERLAP": "never"}}
+    add("tp2 in line ladder compiled", ladder, TWO_RANKS | COMPILED, **in_line)
+    add("tp2 in line gemma2 hybrid", gemma2, TWO_RANKS, **in_line)
+    add("tp2 pp2 in line hybrid traced", hybrid, TWO_RANKS | TWO_STAGES | TRACED, **in_line)
     add("tp2 scheduler", ladder, TWO_RANKS | CROWDED, prompts=CROWD + ONE_BEGINNING, in_turn=len(ONE_BEGINNING), metrics=True)
     adapter = folder / "adapter"
     merged = tiny.lora_adapter(adapter, ladder)
@@ -96,6 +101,9 @@ EXACT = [
     "tp2 gemma2 hybrid compiled",
     "tp2 granite hybrid",
     "tp2 parallel",
+    "tp2 in line ladder compiled",
+    "tp2 in line gemma2 hybrid",
+    "tp2 pp2 in line hybrid traced",
     "tp2 scheduler",
     "tp2 lora",
     "tp2 standard",

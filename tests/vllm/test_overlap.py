@@ -1,0 +1,87 @@
+"""Which all-reduces run beside the modules: the rule, without a card."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ladder_residual.core.reduce import CompletedWork, Reducer, ReduceWork
+from ladder_residual.vllm_plugin.communicator import ChoosingReducer
+from ladder_residual.vllm_plugin.overlap import ALWAYS, NEVER, VARIABLE, Overlap, asked, decide, module_bytes, token_counts
+from ladder_residual.vllm_plugin.versions import note_in_compile_cache
+
+
+def test_it_pays_where_the_mean_over_ranks_is_shorter() -> None:
+    """In line and overlapped milliseconds by number of tokens; a gain within the noise is none."""
+    first = {1: (1.0, 1.2), 4: (2.0, 1.99), 16: (5.0, 3.0)}
+    second = {1: (1.0, 0.9), 4: (2.0, 1.99), 16: (5.0, 4.0)}
+    overlap = decide([first, second])
+    assert overlap.pays == ((1, False), (4, False), (16, True))
+    assert overlap == decide([second, first])  # the same on every rank
+    assert [overlap.of(tokens) for tokens in (1, 3, 15, 16, 17, 9999)] == [False, False, False, True, True, True]
+    assert overlap.anywhere
+    assert "16" in str(overlap)
+
+
+def test_always_and_never_hold_for_every_batch() -> None:
+    for tokens in (1, 64, 8192):
+        assert ALWAYS.of(tokens)
+        assert not NEVER.of(tokens)
+    assert ALWAYS.anywhere
+    assert not NEVER.anywhere
+    assert str(ALWAYS) != str(NEVER)
+
+
+def test_counts_reach_the_largest_batch() -> None:
+    assert token_counts(1) == [1]
+    assert token_counts(8192) == [1, 4, 16, 64, 256, 1024, 4096]
+
+
+def test_a_rank_reads_its_share_of_a_module() -> None:
+    config = SimpleNamespace(hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8)
+    both = 4096 * 4096 * 2 + 4096 * 1024 * 2 + 3 * 4096 * 14336  # q and o, k and v, and the MLP
+    assert module_bytes(config, 2, 2) == both // 2
+    assert module_bytes(config, 2, 1) == both // 4
+
+
+class Named(Reducer):
+    def __init__(self, names: list[str], name: str) -> None:
+        self.names, self.name = names, name
+
+    def launch(self, partial: Tensor) -> ReduceWork:
+        self.names.append(self.name)
+        return CompletedWork(partial)
+
+
+def test_each_batch_takes_its_way() -> None:
+    names: list[str] = []
+    reducer = ChoosingReducer(Named(names, "in line"), Named(names, "beside"), Overlap(((1, False), (16, True))))
+    for tokens in (1, 15, 16, 300):
+        reducer.launch(torch.zeros(tokens, 8)).wait()
+    assert names == ["in line", "in line", "beside", "beside"]
+
+
+def test_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert asked() == "auto"
+    monkeypatch.setenv(VARIABLE, "never")
+    assert asked() == "never"
+    monkeypatch.setenv(VARIABLE, "sometimes")
+    with pytest.raises(ValueError, match="VLLM_LADDER_OVERLAP is 'sometimes'; choose from auto, always, never"):
+        asked()
+
+
+def test_the_choice_is_part_of_the_compile_cache() -> None:
+    from vllm.config import VllmConfig
+
+    def hashed(value: Any) -> str:
+        config = VllmConfig()
+        note_in_compile_cache(config, "ladder_overlap", value)
+        return config.compute_hash()
+
+    assert hashed(True) == hashed(True)
+    assert hashed(True) != hashed(False)
