@@ -13,7 +13,11 @@ _nanoseconds: Any = None  # on the card, so that CUDA graphs read it anew
 
 
 def set_delay(microseconds: float) -> None:
-    _delay().fill_(int(1000 * microseconds))
+    import torch
+
+    with torch.inference_mode():  # as it was made
+        _delay().fill_(int(1000 * microseconds))
+    torch.cuda.synchronize()
 
 
 def all_reduce(partial: Any) -> Any:

@@ -77,3 +77,9 @@ def test_passes_and_batches_that_cannot_be_followed_are_refused() -> None:
         checked_wiring(config, "llama")
     with pytest.raises(ValueError, match="run without --enable-dbo"):
         checked_wiring(served_as("ladder", use_ubatching=True), "llama")
+
+
+def test_an_unknown_overlap_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_LADDER_OVERLAP", "yes")
+    with pytest.raises(ValueError, match="VLLM_LADDER_OVERLAP is 'yes'; choose from auto, always, never"):
+        checked_wiring(served_as("ladder"), "llama")

@@ -9,6 +9,7 @@ import torch
 from ..core.config import RANK_DEPENDENT, Wiring
 from ..models.families import check_wiring, family_of
 from ..models.hf_config import wiring_of
+from .overlap import asked
 from .plan import boundaries
 from .versions import check_version, checked, runs_two_batches, sequence_parallel_passes
 
@@ -18,6 +19,7 @@ MIXTURES = ("mixtral", "qwen2_moe", "qwen3_moe")
 def checked_wiring(vllm_config: Any, model_type: str) -> Wiring:
     """The wiring of the checkpoint, or ValueError with the reason it cannot be served so."""
     check_version()
+    asked()
     config = vllm_config.model_config.hf_config
     family = family_of(config.to_dict())
     if family.model_type != model_type:

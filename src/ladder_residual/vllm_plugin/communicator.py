@@ -1,29 +1,36 @@
 """How the ranks of vLLM's tensor-parallel group all-reduce while they compute: our reducers on vLLM's groups.
 
 CPU: the package's asynchronous reducer, small messages over sockets (``distributed/sockets.py``), large ones over vLLM's gloo group.
-CUDA: vLLM's own all-reduce, issued on a side stream.
+CUDA: vLLM's own all-reduce, on a side stream where that pays (``overlap.py``).
 """
 
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.config import CUDAGraphMode
 from vllm.distributed import get_tp_group
+from vllm.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_ip
 
 from ..core.reduce import CompletedWork, Reducer, ReduceWork
 from ..distributed.reducers import AsyncReducer
 from ..distributed.sockets import PeerSockets
+from .overlap import ALWAYS, NEVER, VARIABLE, Overlap, asked, measure, module_bytes
+
+logger = init_logger("vllm.ladder_residual")
 
 # Ranks compile on their own before their first all-reduce; the slowest may take minutes longer.
 PEER_TIMEOUT_SECONDS = 600.0
+EVENTS = 8  # more than all-reduces are ever in flight
 
 
 class _SideStreamWork(ReduceWork):
@@ -35,24 +42,57 @@ class _SideStreamWork(ReduceWork):
         return self.result
 
 
-class SideStreamReducer(Reducer):
-    """vLLM's all-reduce on a stream of its own, so that the main stream goes on computing.
-
-    No ``record_stream``: the partial stays referenced until the boundary that waits, and the side stream waits for the main one at
-    each start, hence after every read of the result whose memory it may reuse.
-    """
+class InLineReducer(Reducer):
+    """vLLM's all-reduce where it is called."""
 
     def __init__(self, group: GroupCoordinator) -> None:
         self.group, self.size, self.rank = group, group.world_size, group.rank_in_group
-        self.stream = torch.cuda.Stream()
 
     def launch(self, partial: Tensor) -> ReduceWork:
-        self.stream.wait_stream(torch.cuda.current_stream())
+        return CompletedWork(self.group._all_reduce_out_place(partial))
+
+
+class SideStreamReducer(InLineReducer):
+    """vLLM's all-reduce on a stream of its own, so that the main stream goes on computing.
+
+    No ``record_stream``: the partial stays referenced until the boundary that waits, and the side stream waits for the main one at
+    each start, hence after every read of the result whose memory it may reuse. Its priority is high: an all-reduce of few blocks then
+    starts as soon as any block of the module beside it ends.
+    """
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        super().__init__(group)
+        self.stream = torch.cuda.Stream(priority=-1)
+        self.ready = torch.cuda.Event()
+        self.events: deque[torch.cuda.Event] = deque()
+
+    def launch(self, partial: Tensor) -> ReduceWork:
+        self.ready.record()
         with torch.cuda.stream(self.stream):
+            self.stream.wait_event(self.ready)
             result = self.group._all_reduce_out_place(partial)
-            done = torch.cuda.Event()
+            done = self._event()
             done.record(self.stream)
         return _SideStreamWork(result, done)
+
+    def _event(self) -> torch.cuda.Event:
+        """In turn; more than can be in flight at once."""
+        if len(self.events) < EVENTS:
+            self.events.append(torch.cuda.Event())
+        else:
+            self.events.rotate(-1)
+        return self.events[-1]
+
+
+class ChoosingReducer(Reducer):
+    """In line or beside, by the number of tokens."""
+
+    def __init__(self, in_line: Reducer, beside: Reducer, overlap: Overlap) -> None:
+        self.in_line, self.beside, self.overlap = in_line, beside, overlap
+        self.size, self.rank = beside.size, beside.rank
+
+    def launch(self, partial: Tensor) -> ReduceWork:
+        return (self.beside if self.overlap.of(partial.shape[0]) else self.in_line).launch(partial)
 
 
 class Communicator:
@@ -62,7 +102,40 @@ class Communicator:
         self.group = group
         self.in_flight: deque[ReduceWork] = deque()
         self.cuda = current_platform.is_cuda_alike()
+        self.overlap = ALWAYS
         self.reducer: Reducer = SideStreamReducer(group) if self.cuda else _cpu_reducer(group)
+
+    def choose_overlap(self, vllm_config: Any) -> None:
+        """As ``VLLM_LADDER_OVERLAP`` says, or on CUDA by measurement, by all ranks together. A CPU's always pay."""
+        mode = asked()
+        if mode == "never":
+            self.overlap = NEVER
+        if not self.cuda:
+            return
+        in_line, beside = InLineReducer(self.group), SideStreamReducer(self.group)
+        if is_symmetric_memory_enabled():  # of NCCL: its memory is for vLLM's own graphs and for the main stream
+            self.overlap = NEVER
+        elif mode == "auto":
+            self.overlap = self._measured(vllm_config, in_line, beside)
+        self.reducer = ChoosingReducer(in_line, beside, self.overlap)
+        if self.group.rank_in_group == 0:
+            logger.info("All-reduces run %s (%s=%s)", self.overlap, VARIABLE, mode)
+
+    def _measured(self, vllm_config: Any, in_line: Reducer, beside: Reducer) -> Overlap:
+        model, compilation = vllm_config.model_config, vllm_config.compilation_config
+        config = model.hf_text_config
+        weight_bytes = model.dtype.itemsize if model.quantization is None else 1
+        return measure(
+            self.group,
+            in_line,
+            beside,
+            config.hidden_size,
+            module_bytes(config, self.group.world_size, weight_bytes),
+            model.dtype,
+            vllm_config.scheduler_config.max_num_batched_tokens,
+            # Under sleep mode's allocator nothing is captured as the model is built.
+            0 if model.enforce_eager or model.enable_sleep_mode else compilation.max_cudagraph_capture_size or 0,
+        )
 
     def start(self, partial: Tensor, *, next_is_attention: bool) -> None:
         self.in_flight.append(self.reducer.launch(partial))

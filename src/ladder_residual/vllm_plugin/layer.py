@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from vllm import ir
 from vllm.distributed import get_tensor_model_parallel_world_size, tensor_model_parallel_all_reduce
 from vllm.model_executor.layers.layernorm import GemmaRMSNorm
 
-from . import ops  # noqa: F401  defines torch.ops.ladder_residual
+from . import ops  # defines torch.ops.ladder_residual
 from .communicator import Communicator
-from .plan import AVERAGED, LOCAL, OWN_FIRST, REDUCED, WITH_NEXT, Boundary, on_one_rank
+from .plan import AVERAGED, LOCAL, OWN_FIRST, REDUCED, WITH_NEXT, Boundary, can_run_in_line, on_one_rank
 from .versions import leave_experts_unreduced, leave_unreduced
 
 
@@ -92,10 +91,10 @@ class RewiredLayer(nn.Module):
         """A post-norm sees the reduced output, so its weight travels until then."""
         if name is None:
             return partial, carried
-        norm: nn.Module = getattr(self, name)
+        norm: Any = getattr(self, name)
         if self.plan.ranks == 1 or boundary.joins != REDUCED:
             return norm(partial), carried
-        return partial, carried._replace(after=(*carried.after, _weight(norm)))
+        return partial, carried._replace(after=(*carried.after, norm.weight))
 
     def _enter(self, hidden_states: Tensor, residual: Tensor | Carried | None) -> tuple[Tensor, Carried]:
         norm, below = self.input_layernorm, self.plan.below
@@ -133,26 +132,34 @@ class RewiredLayer(nn.Module):
             x, stream = norm(self._all_reduced(partial, after), stream)
             return x, Carried(stream)
         own_first = boundary.joins == OWN_FIRST
-        x, stream = torch.ops.ladder_residual.boundary(
-            partial,
-            [*in_flight],
-            stream,
-            _weight(norm),
-            epsilon,
-            [*after],
-            keep,
-            arrived,
-            own_joined,
-            own_first,
-            next_is_attention,
-        )
+        weight, offset = norm.weight, _offset(norm)
+        if keep > len(in_flight) and not own_first:
+            x = torch.ops.ladder_residual.begin(
+                partial, [*in_flight], stream, weight, epsilon, offset, arrived, next_is_attention
+            )
+        else:
+            x, stream = torch.ops.ladder_residual.boundary(
+                partial,
+                [*in_flight],
+                stream,
+                weight,
+                epsilon,
+                offset,
+                [*after],
+                keep,
+                arrived,
+                own_joined,
+                own_first,
+                next_is_attention,
+            )
         if not keep:
             return x, Carried(stream)
         return x, Carried(stream, (*in_flight, partial)[-keep:], own_joined=own_first, after=after[-keep:])
 
     def _all_reduced(self, partial: Tensor, after: tuple[Tensor, ...]) -> Tensor:
         reduced = tensor_model_parallel_all_reduce(partial)
-        return ir.ops.rms_norm(reduced, after[-1], self.input_layernorm.variance_epsilon) if after else reduced
+        norm: Any = self.input_layernorm
+        return ops.rms_norm(reduced, after[-1], norm.variance_epsilon, _offset(norm)) if after else reduced
 
     def _leave(self, boundary: Boundary, partial: Tensor, carried: Carried) -> tuple[Tensor, Tensor]:
         """vLLM adds the two, in the next stage or in the last norm."""
@@ -168,8 +175,9 @@ class RewiredLayer(nn.Module):
             return partial, stream
         if not in_flight and not self.plan.blocking_through_us:
             return self._all_reduced(partial, after), stream
-        epsilon = self.input_layernorm.variance_epsilon
-        return torch.ops.ladder_residual.drain(partial, [*in_flight], stream, epsilon, [*after], arrived, own_joined)
+        norm: Any = self.input_layernorm
+        epsilon, offset = norm.variance_epsilon, _offset(norm)
+        return torch.ops.ladder_residual.drain(partial, [*in_flight], stream, epsilon, offset, [*after], arrived, own_joined)
 
 
 class RewiredWholeStreamLayer(RewiredLayer):
@@ -193,9 +201,9 @@ def _cross_alone(boundary: Boundary, partial: Tensor, carried: Carried, norm: nn
     return x, Carried(stream, (partial,))
 
 
-def _weight(norm: Any) -> Tensor:
-    """What the normed stream is multiplied with."""
-    return norm.weight.float() + 1.0 if isinstance(norm, GemmaRMSNorm) else norm.weight
+def _offset(norm: nn.Module) -> float:
+    """What the weights are stored without."""
+    return 1.0 if isinstance(norm, GemmaRMSNorm) else 0.0
 
 
 @cache
@@ -209,16 +217,21 @@ def rewire_layers(
 ) -> None:
     """Give the layers of this stage (``start`` to ``end``) their place in ``plan``, and leave their all-reduces to us.
 
-    A layer with nothing to defer stays vLLM's own, all-reduces included: what its authors make faster stays so.
+    A layer with nothing to defer stays vLLM's own, all-reduces included: what its authors make faster stays so. Where no all-reduce is
+    better done beside a module, the projections reduce their outputs as in vLLM's own layer, and the layers are those of one rank.
     """
     ranks = get_tensor_model_parallel_world_size()
+    in_line = communicator is not None and can_run_in_line(plan) and not communicator.overlap.anywhere
+    if in_line:
+        ranks, communicator = 1, None
     if ranks == 1:
         plan = [on_one_rank(boundary) for boundary in plan]
     through_us = communicator is not None and communicator.replaces_blocking
     rewired = {index for index in range(start, end) if through_us or not _is_standard(plan, index)}
     for index in rewired:
         layer: Any = layers[index]
-        _leave_partials(layer.self_attn, getattr(layer, parts.mlp))
+        if not in_line:
+            _leave_partials(layer.self_attn, getattr(layer, parts.mlp))
         base: Any = type(layer)
         layer.__class__ = _rewired_class(base, parts.pairs)
         layer.parts = parts

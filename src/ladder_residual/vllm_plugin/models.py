@@ -32,6 +32,7 @@ from .communicator import open_communicator
 from .inductor import keep_order_of_writes
 from .layer import Parts, rewire_layers
 from .plan import OWN_FIRST, REDUCED, boundaries
+from .versions import note_in_compile_cache
 
 logger = init_logger("vllm.ladder_residual")  # below vllm, whose handlers show it
 
@@ -50,13 +51,17 @@ class RewiredForCausalLM(nn.Module):
         wiring = checked_wiring(vllm_config, self.model_type)
         if current_platform.is_cpu():
             keep_order_of_writes()
+        plan = boundaries(wiring)
+        communicator = None
+        if get_tensor_model_parallel_world_size() > 1 and any(each.joins in (REDUCED, OWN_FIRST) for each in plan):
+            communicator = open_communicator()
+            if any(each.in_flight for each in plan):
+                communicator.choose_overlap(vllm_config)
+                note_in_compile_cache(vllm_config, "ladder_overlap", communicator.overlap.anywhere)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         model: Any = self.model
-        plan = boundaries(wiring)
         for index in range(model.start_layer, model.end_layer):
             self.prepare_layer(model.layers[index], index)
-        defers = get_tensor_model_parallel_world_size() > 1 and any(each.joins in (REDUCED, OWN_FIRST) for each in plan)
-        communicator = open_communicator() if defers else None
         rewire_layers(model.layers, model.start_layer, model.end_layer, plan, self.parts(), communicator)
         logger.info("Residual wiring: %s", wiring.spec)
 

@@ -59,3 +59,8 @@ def on_one_rank(boundary: Boundary) -> Boundary:
     if boundary.joins == WITH_NEXT:
         return boundary
     return Boundary(REDUCED, boundary.in_flight if boundary.joins == REDUCED else 0)
+
+
+def can_run_in_line(plan: list[Boundary]) -> bool:
+    """Whether every module's output joins as a whole: then it may be reduced at once, and join when its turn comes."""
+    return all(boundary.joins == REDUCED for boundary in plan)

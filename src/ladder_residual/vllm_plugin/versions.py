@@ -90,3 +90,11 @@ def sequence_parallel_passes(vllm_config: Any) -> list[str]:
 def runs_two_batches(parallel_config: Any) -> bool:
     """Dual batch overlap, or batches split in another number of parts."""
     return checked(parallel_config, "use_ubatching")
+
+
+def note_in_compile_cache(vllm_config: Any, name: str, value: Any) -> None:
+    """Graphs compiled for another value are not used: vLLM's cache goes by its config, which does not know what the plugin chose."""
+    noted = checked(vllm_config, "additional_config")
+    if not isinstance(noted, dict):
+        raise ValueError(f"--additional-config must be JSON for rewired models, got a {type(noted).__name__}")
+    vllm_config.additional_config = noted | {name: value}

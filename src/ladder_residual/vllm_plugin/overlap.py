@@ -1,0 +1,151 @@
+"""Which all-reduces run beside the modules on CUDA, and which in line with them: chosen by message size, once, as the model is built.
+
+Beside a module an all-reduce costs two dependencies between streams, and multiprocessors that the module would use. Where all-reduces are
+faster than that, they are better done in line, as vLLM does. The wiring computes the same either way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..core.reduce import Reducer, ReduceWork
+
+VARIABLE = "VLLM_LADDER_OVERLAP"
+MODES = ("auto", "always", "never")
+
+GAIN = 0.98  # overlapped must take less than this share of the time in line
+MODULES = 8  # in one timing
+REPLAYS = 4
+
+
+def asked() -> str:
+    mode = os.environ.get(VARIABLE, "auto")
+    if mode not in MODES:
+        raise ValueError(f"{VARIABLE} is {mode!r:.40}; choose from {', '.join(MODES)}")
+    return mode
+
+
+class Overlap(NamedTuple):
+    """``pays`` for numbers of tokens in rising order; a batch counts as the nearest one that is no larger."""
+
+    pays: tuple[tuple[int, bool], ...]
+
+    def of(self, tokens: int) -> bool:
+        chosen = self.pays[0][1]
+        for count, pays in self.pays:
+            if count > tokens:
+                break
+            chosen = pays
+        return chosen
+
+    @property
+    def anywhere(self) -> bool:
+        return any(pays for _, pays in self.pays)
+
+    def __str__(self) -> str:
+        if len({pays for _, pays in self.pays}) == 1:
+            return "beside the modules" if self.anywhere else "in line with the modules"
+        counts = ", ".join(str(count) for count, pays in self.pays if pays)
+        return f"beside the modules for batches of about {counts} tokens, else in line"
+
+
+ALWAYS, NEVER = Overlap(((1, True),)), Overlap(((1, False),))
+
+
+def decide(times: Sequence[Mapping[int, tuple[float, float]]]) -> Overlap:
+    """From every rank's times (in line, overlapped) by number of tokens. All ranks must come to the same."""
+    pays = []
+    for tokens in sorted(times[0]):
+        in_line, beside = (sum(rank[tokens][way] for rank in times) for way in (0, 1))
+        pays.append((tokens, beside < GAIN * in_line))
+    return Overlap(tuple(pays))
+
+
+def module_bytes(config: Any, ranks: int, weight_bytes: float) -> int:
+    """Weights that one rank's module reads, the mean of attention and MLP."""
+    hidden, heads = config.hidden_size, config.num_attention_heads
+    head = getattr(config, "head_dim", None) or hidden // heads
+    attention = 2 * hidden * head * (heads + (getattr(config, "num_key_value_heads", None) or heads))
+    return int((attention + 3 * hidden * config.intermediate_size) * weight_bytes / 2 / ranks)
+
+
+def measure(
+    group: Any,
+    in_line: Reducer,
+    beside: Reducer,
+    hidden: int,
+    weights: int,
+    dtype: torch.dtype,
+    most_tokens: int,
+    captured: int,
+) -> Overlap:
+    """Times both ways around a module that reads ``weights`` bytes, up to ``captured`` tokens in a CUDA graph, as vLLM runs them."""
+    inner = max(64, weights // (2 * hidden * dtype.itemsize) // 64 * 64)
+    up, down = (torch.zeros(shape, dtype=dtype, device="cuda") for shape in ((hidden, inner), (inner, hidden)))
+    norm = torch.ones(hidden, dtype=dtype, device="cuda")
+    times = {}
+    for tokens in token_counts(most_tokens):
+        x = torch.zeros(tokens, hidden, dtype=dtype, device="cuda")
+        ways = [_timed(x, up, down, norm, reducer, tokens <= captured) for reducer in (in_line, beside)]
+        best = [float("inf")] * 2
+        for number in range(REPLAYS):  # in turn
+            for way in (0, 1) if number % 2 else (1, 0):
+                best[way] = min(best[way], ways[way]())
+        times[tokens] = (best[0], best[1])
+        del ways
+    torch.cuda.empty_cache()  # vLLM measures next what is free
+    everybody: list[Any] = [None] * group.world_size
+    dist.all_gather_object(everybody, times, group=group.cpu_group)
+    return decide(everybody)
+
+
+def token_counts(most: int) -> list[int]:
+    """1, 4, 16 and so on."""
+    counts = [1]
+    while 4 * counts[-1] <= most:
+        counts.append(4 * counts[-1])
+    return counts
+
+
+def _timed(x: Tensor, up: Tensor, down: Tensor, norm: Tensor, reducer: Reducer, in_graph: bool) -> Callable[[], float]:
+    """A function that runs a few modules of a ladder and says how many milliseconds they took."""
+    from ..engine.kernels.join import ADD, norm_after_joining
+
+    def modules() -> Tensor:
+        stream, module_input = x, x
+        flying: tuple[ReduceWork, Tensor] | None = None
+        for _ in range(MODULES):
+            partial = module_input @ up @ down
+            started = (reducer.launch(partial), partial)
+            terms = [(flying[0].wait(), ADD.value, None)] if flying else []
+            module_input, stream = norm_after_joining(stream, terms, norm, 1e-6, 0.0)
+            flying = started
+        assert flying is not None
+        return flying[0].wait()
+
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    run: Callable[[], Any] = modules
+    for _ in range(2):
+        modules()
+    torch.cuda.synchronize()
+    if in_graph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            modules()
+        run = graph.replay
+
+    def time() -> float:
+        run()
+        begin.record()
+        run()
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    return time
