@@ -3,6 +3,9 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
+
+from ladder_residual.cli.demo import not_on_path
 
 
 def test_the_demo_shows_what_it_promises():
@@ -16,3 +19,11 @@ def test_the_demo_shows_what_it_promises():
     losses = result["losses"]
     assert 1.2 < losses["standard"] < 1.4  # the loss of a model that knows the language of these stories
     assert losses["standard"] < losses["ladder:last-half"] < losses["ladder"]
+
+
+def test_the_demo_says_where_the_command_is(monkeypatch):
+    folder = Path(sys.executable).parent
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert not_on_path() == folder
+    monkeypatch.setenv("PATH", f"{folder}:/usr/bin")
+    assert not_on_path() is None
