@@ -19,9 +19,12 @@ test: check
 test-slow: $(VENV)/installed-dev
 	$(PYTEST) -m slow
 
-# On a machine with a GPU, with the Python that has torch, Triton and transformers there; needs no pytest.
+# On a machine with a GPU, with the Python that has torch, Triton and transformers there; needs no pytest. Several ranks share the GPU:
+# start MPS first (docs/sharing-a-gpu.md). Everything that is printed goes to gpu-tests.log too.
 test-gpu:
-	@failed=""; for file in tests/gpu/test_*.py; do PYTHONPATH=src:. $(PYTHON) $$file || failed="$$failed $$file"; done; \
+	@failed=""; : > gpu-tests.log; for file in tests/gpu/test_*.py; do \
+	  PYTHONPATH=src:. $(PYTHON) $$file > gpu-tests.part 2>&1 || failed="$$failed $$file"; cat gpu-tests.part | tee -a gpu-tests.log; done; \
+	rm -f gpu-tests.part; \
 	if [ -z "$$failed" ]; then echo "GPU tests: all files passed"; else echo "GPU tests: failed in$$failed"; exit 1; fi
 
 # vLLM has requirements of its own, so it gets an environment of its own.

@@ -49,6 +49,12 @@ PARTS: dict[str, tuple[str, str, int | None]] = {
         "e2e --model llama-3.1-8b --tp 2 --prompt 512 --new 128 --wirings standard,ladder --repeats 3",
         None,
     ),
+    "train-tp2": (
+        "train",
+        "train --model ladder-1b --layers 12 --tp 2 --batch 4 --sequence 1024 --dtype bfloat16 --wirings standard,ladder "
+        "--repeats 8",
+        None,
+    ),
     "train-tp2-1b-fp32": ("train", f"train --model ladder-1b --layers 6 {TRAIN} --dtype float32", None),
     "train-tp2-70b-bf16": ("train", f"train --model llama-3-70b --layers 2 {TRAIN} --dtype bfloat16", None),
 }

@@ -27,7 +27,7 @@ from ..models.sharding import split
 from .cache import KVCache
 from .checks import EXACT_DTYPE, check_request, check_weights, prefill_bytes, require_memory
 from .cuda.cublas import reserve_sms
-from .cuda.device import is_hopper, max_shared_memory
+from .cuda.device import is_hopper, max_shared_memory, sm_count
 from .cuda.graph_edges import can_edit_edges, order_side_streams
 from .cuda.pdl import ENGINE_MODES, PdlMode
 from .cuda.streams import CudaStreams
@@ -203,7 +203,8 @@ class DecodeEngine:
         memory and end on time either way: measured, no gain.)"""
         plan, asked = executor.plan, self._reserved_sms
         beside = plan.num_chains == 1 and any(step.reduce and plan.overlaps(step) for step in plan.steps)
-        return (executor.reducer.sm_count if asked is None else asked) if beside else 0
+        few = min(executor.reducer.sm_count, sm_count(self.device) // 8)  # a rank that shares its GPU has few to give
+        return (few if asked is None else asked) if beside else 0
 
     def _check_batch(self, batch: int) -> None:
         if batch != self.batch:
