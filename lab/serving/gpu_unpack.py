@@ -49,7 +49,9 @@ def _write_metadata(target: Path, name: str, version: str, plugins: dict[str, st
 
 def _unpack_one(archive: Path, target: Path) -> None:
     with tarfile.open(archive) as packed:
-        packed.extractall(target, filter="data")
+        for member in packed:  # `extractall` fails where another process makes the same folder first
+            (target / member.name).parent.mkdir(parents=True, exist_ok=True)
+            packed.extract(member, target, filter="data")
 
 
 if __name__ == "__main__":
