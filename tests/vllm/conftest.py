@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -14,6 +16,10 @@ if _spec is None or _spec.origin is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     sys.path.insert(0, str(Path(__file__).parent))
+    # Triton reads it as kernels are defined, its own among them. Engines run in processes of their own, without it.
+    os.environ["TRITON_INTERPRET"] = "1"
+    importlib.import_module("ladder_residual.engine.kernels.join")
+    del os.environ["TRITON_INTERPRET"]
 
 
 @pytest.fixture(scope="session")

@@ -133,9 +133,9 @@ def test_one_kernel_does_what_torch_does_op_by_op(
     monkeypatch: pytest.MonkeyPatch, here: Any, own_first: bool, post_norm: bool, offset: float
 ) -> None:
     """What CUDA runs, on Triton's interpreter: a chain of boundaries that begins, keeps two in flight and ends."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read when the kernels are defined
     from lab.triton_interpreter import mend_interpreter
 
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as when the kernels were defined (conftest.py)
     mend_interpreter()
     generator = torch.Generator().manual_seed(0)
 

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from ladder_residual import Wiring
-from ladder_residual.vllm_plugin.plan import Boundary, boundaries, on_one_rank
+from ladder_residual.vllm_plugin.plan import Boundary, boundaries, can_run_in_line, on_one_rank
 
 KEPT = {
     "standard": [0, 0, 0, 0, 0, 0, 0, 0],
@@ -80,3 +80,18 @@ def test_registering_twice_is_harmless() -> None:
     register()
     register()
     assert "LadderQwen3ForCausalLM" in ModelRegistry.get_supported_archs()
+
+
+@pytest.mark.parametrize(
+    ("wiring", "possible"),
+    [
+        ("ladder", True),
+        ("ladder:1-2", True),
+        ("standard", True),
+        ("parallel", False),
+        ("delayed-1", False),
+        ("desync-2x", False),
+    ],
+)
+def test_outputs_that_join_whole_can_be_reduced_in_line(wiring: str, possible: bool) -> None:
+    assert can_run_in_line(boundaries(Wiring.parse(wiring, 4))) == possible

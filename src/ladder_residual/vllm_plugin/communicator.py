@@ -110,14 +110,13 @@ class Communicator:
         mode = asked()
         if mode == "never":
             self.overlap = NEVER
-        if not self.cuda:
-            return
-        in_line, beside = InLineReducer(self.group), SideStreamReducer(self.group)
-        if is_symmetric_memory_enabled():  # of NCCL: its memory is for vLLM's own graphs and for the main stream
-            self.overlap = NEVER
-        elif mode == "auto":
-            self.overlap = self._measured(vllm_config, in_line, beside)
-        self.reducer = ChoosingReducer(in_line, beside, self.overlap)
+        if self.cuda:
+            in_line, beside = InLineReducer(self.group), SideStreamReducer(self.group)
+            if is_symmetric_memory_enabled():  # of NCCL: its memory is for vLLM's own graphs and for the main stream
+                self.overlap = NEVER
+            elif mode == "auto":
+                self.overlap = self._measured(vllm_config, in_line, beside)
+            self.reducer = ChoosingReducer(in_line, beside, self.overlap)
         if self.group.rank_in_group == 0:
             logger.info("All-reduces run %s (%s=%s)", self.overlap, VARIABLE, mode)
 

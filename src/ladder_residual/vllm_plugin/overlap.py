@@ -19,7 +19,7 @@ from ..core.reduce import Reducer, ReduceWork
 VARIABLE = "VLLM_LADDER_OVERLAP"
 MODES = ("auto", "always", "never")
 
-GAIN = 0.98  # overlapped must take less than this share of the time in line
+GAIN = 0.97  # overlapped must take less than this share of the time in line
 MODULES = 8  # in one timing
 REPLAYS = 4
 
