@@ -196,19 +196,23 @@ def vllm_boundaries(monkeypatch):
 
 
 def test_the_vllm_models_read_the_same_outputs(wiring, chain, vllm_boundaries):
-    if wiring.kind in ("parallel", "delayed"):
-        with pytest.raises(ValueError, match="is not served with vLLM"):
-            vllm_boundaries(wiring)
-        return
-    stream, in_flight, reads = reduced(unit(0)), [], []
+    stream, in_flight, beside, reads = reduced(unit(0)), [], 0, []
     for number, boundary in enumerate(vllm_boundaries(wiring), start=1):
         reads.append(stream)
+        partial, beside = unit(number) + beside, 0
+        if boundary.joins == "with next":
+            beside = partial
+            continue
         if boundary.joins == "reduced":
-            in_flight.append(reduced(unit(number)))
+            in_flight.append(reduced(partial))
+        elif boundary.joins == "own first":
+            stream = stream + partial
+            in_flight.append(reduced(partial) - partial)
         elif boundary.joins == "averaged":
-            stream = reduced(unit(number) + stream / RANKS)
+            stream = reduced(partial + stream / RANKS)
         else:
-            stream = stream + unit(number)
+            assert boundary.joins == "local"
+            stream = stream + partial
         while len(in_flight) > boundary.in_flight:
             stream = stream + in_flight.pop(0)
         if boundary.average_streams:
