@@ -12,6 +12,7 @@ import torch
 from peft import get_peft_model_state_dict
 from safetensors.torch import load_file, save_file
 
+from ladder_residual.adapt.checkpoints import saving
 from ladder_residual.adapt.run import adapt
 from ladder_residual.adapt.trainer import AdaptTrainer
 from ladder_residual.common.locks import Lock
@@ -235,6 +236,19 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_and_changes_nothing(stopp
     assert (tmp_path / "run.training" / "log.jsonl").read_bytes() == log
     assert (tmp_path / "run.training" / "checkpoint-1").is_dir()
     assert run(stopped, "run", **options | dict(resume=False)).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("failure", "kind", "message"),
+    [
+        (RuntimeError("Read error [127.0.0.1]:4480: Connection reset by peer"), RuntimeError, "^Read error"),  # not of the disk
+        (OSError(28, "No space left on device"), ValueError, "could not save the checkpoint of step 4 .*No space left"),
+    ],
+)
+def test_a_peer_lost_while_saving_is_not_the_disk(tmp_path, failure, kind, message):
+    with pytest.raises(kind, match=message), saving(tmp_path / ".saving", 4, tmp_path, True):
+        raise failure
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_second_run_is_refused(ground):

@@ -111,6 +111,22 @@ def test_an_empty_file_is_refused(tmp_path, encoder, content):
     assert list((tmp_path / "rows").iterdir()) == []  # nothing half-made stays
 
 
+@pytest.mark.parametrize("damage", ["short", "empty", "other length", "other vocabulary", "gone"])
+def test_damaged_rows_are_named(tmp_path, encoder, damage):
+    """They are kept beside the checkpoints of a run, and found there when it goes on."""
+    path = tmp_path / "text.txt"
+    path.write_text("Once upon a time there was a dog.\n" * 50, encoding="utf-8")
+    build_rows(str(path), encoder, 16, tmp_path / "rows")
+    (folder,) = (tmp_path / "rows").iterdir()
+    ids = (folder / "ids").read_bytes()
+    changed = {"short": ids[:-7], "empty": b"", "other length": ids[:-64], "other vocabulary": ids[:-4] + b"\xff\xff\0\0"}
+    (folder / "ids").unlink()
+    if damage in changed:
+        (folder / "ids").write_bytes(changed[damage])
+    with pytest.raises(ValueError, match=r"the rows in .* are damaged: delete that folder"):
+        build_rows(str(path), encoder, 16, tmp_path / "rows")
+
+
 @given(st.lists(st.tuples(st.integers(1, 40), st.booleans()), min_size=1, max_size=30), st.integers(2, 24))
 def test_packing_loses_nothing_and_keeps_chats_whole(sizes, sequence):
     number = iter(range(1, 10_000))

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import resource
 
 import pytest
 import torch
@@ -132,3 +133,14 @@ def test_a_pipe_is_not_waited_for(saved):
     os.mkfifo(saved / METADATA)
     with pytest.raises(ValueError, match="is not a file"):
         stored_tensors(saved)
+
+
+def test_a_failed_save_is_an_exception(tmp_path):
+    """Torch's own is none, and would pass every handler as a traceback."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        with pytest.raises(RuntimeError):
+            save_tensors(STATE, tmp_path / "small", None)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -170,6 +170,8 @@ def saving(scratch: Path, step: int, folder: Path, writer: bool) -> Iterator[Non
     except (OSError, RuntimeError, SafetensorError) as error:
         if writer:
             shutil.rmtree(scratch, ignore_errors=True)
+        if tells_of_lost_peer(str(error)):
+            raise  # the disk is fine
         good = last_checkpoint(folder)
         kept = f"{good} is intact" if good else "there is no earlier one"
         raise ValueError(f"could not save the checkpoint of step {step} in {folder} ({str(error)[:200]}); {kept}") from error

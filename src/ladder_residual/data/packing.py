@@ -129,9 +129,20 @@ def build_rows(
         except BaseException:
             shutil.rmtree(scratch, ignore_errors=True)
             raise
-    ids = np.memmap(target / "ids", dtype="<u4", mode="r").reshape(-1, sequence)
-    use = np.memmap(target / "use", dtype=np.uint8, mode="r").reshape(-1, sequence)
-    return RowStore(ids, use, (target / "padded").exists())
+    return _open(target, sequence, encoder.vocabulary)
+
+
+def _open(folder: Path, sequence: int, vocabulary: int) -> RowStore:
+    """Rows that were written before. They lie beside a run's checkpoints, so they may be damaged, or somebody else's."""
+    try:
+        ids = np.memmap(folder / "ids", dtype="<u4", mode="r").reshape(-1, sequence)
+        use = np.memmap(folder / "use", dtype=np.uint8, mode="r").reshape(-1, sequence)
+        whole = len(ids) == len(use) and int(ids.max()) < vocabulary
+    except (OSError, ValueError):
+        whole = False
+    if not whole:
+        raise ValueError(f"the rows in {folder} are damaged: delete that folder, and they are made again")
+    return RowStore(ids, use, (folder / "padded").exists())
 
 
 def build_mixture(

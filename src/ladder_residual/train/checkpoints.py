@@ -20,7 +20,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
 from ..common.files import sync
 from ..distributed.sockets import PeerLost
@@ -122,7 +121,7 @@ class Checkpoints:
                 os.replace(temporary, final)
                 sync(self.directory)
                 self._retire()
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except Exception as error:
             if rank == 0:
                 shutil.rmtree(temporary, ignore_errors=True)  # gives the space back as well
             newest = self.newest()

@@ -43,7 +43,10 @@ def save_tensors(state: dict[str, Tensor], folder: Path, group: dist.ProcessGrou
         raise TypeError(f"{other} is no tensor: it belongs into a JSON file beside the checkpoint")
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=True)
     _expect_one_process()
-    dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+    try:
+        dcp.save(state, storage_writer=writer, process_group=group, no_dist=group is None)
+    except CheckpointException as error:  # no Exception: it would pass every handler
+        raise RuntimeError(root_cause(error)) from error
 
 
 def load_tensors(state: dict[str, Any], folder: Path, group: dist.ProcessGroup | None) -> None:
