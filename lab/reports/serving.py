@@ -28,7 +28,7 @@ def pages() -> dict[str, str]:
 def render(results: Mapping[str, Any]) -> str:
     two, one = results["cpu-tp2"], results["cpu-tp1"]
     sections = [
-        *(each for name in sorted(results) if name.startswith(GPU) for each in on_one_card(name, results[name])),
+        *on_one_card({name: result for name, result in results.items() if name.startswith(GPU)}),
         section(
             "Two ranks on CPU",
             f"{two['model']}, float32, compiled, one core a rank, a link of {two['link']} (one module's compute), "
@@ -57,14 +57,15 @@ def render(results: Mapping[str, Any]) -> str:
     return page("Serving with vLLM", "The guide is [../serving.md](../serving.md).", sections)
 
 
-def on_one_card(name: str, result: Mapping[str, Any]) -> list[str]:
-    """A section for each part of a run on a GPU."""
-    made = conditions(result["environment"])
-    command = f"python -m lab.serving.gpu --out results/serve/{name}.json --parts {','.join(result['parts'])}"
-    return [
-        section(f"On one GPU: {title}", reading, found, command=command, made=made)
-        for title, reading, found in gpu_tables.sections(result)
-    ]
+def on_one_card(results: Mapping[str, Any]) -> list[str]:
+    """What was measured on a GPU; the first section says how."""
+    found: list[str] = []
+    for title, reading, body in gpu_tables.sections(results.values()):
+        parts = ",".join(dict.fromkeys(part for result in results.values() for part in result["parts"]))
+        command = "" if found else f"python -m lab.serving.gpu --out results/serve/gpu.json --parts {parts}"
+        made = "" if found else conditions(*(result["environment"] for result in results.values()))
+        found.append(section(title, reading, body, command=command, made=made))
+    return found
 
 
 def planned_table() -> str:

@@ -112,7 +112,7 @@ class Running:
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The engine's answer; a failure ends its part in the run."""
         if self.error or self.parent is None:
-            return {"error": self.error or "not started"}
+            return {"message": self.error or "not started"}
         try:
             self.parent.send(dict(request))
             deadline = time.monotonic() + seconds
@@ -124,7 +124,7 @@ class Running:
             answer: dict[str, Any] = self.parent.recv()
         except (EOFError, OSError) as error:
             self.error = f"{request.get('do')}: {error}"
-            return {"error": self.error}
+            return {"message": self.error}
         return answer
 
 
@@ -141,7 +141,7 @@ class Run:
         """Start the engines of all these parts, then measure part by part."""
         if self.remaining() < 60:
             for part in parts:
-                self.result["parts"][part.name] = {"error": f"skipped: {self.remaining():.0f} s were left"}
+                self.result["parts"][part.name] = {"message": f"skipped: {self.remaining():.0f} s were left"}
             self.write()
             return
         running: dict[str, list[Running]] = {}
@@ -154,7 +154,7 @@ class Run:
                 self.measure(part, running[part.name])
         except Exception as error:
             for part in parts:
-                self.result["parts"].setdefault(part.name, {})["error"] = f"{type(error).__name__}: {error}"
+                self.result["parts"].setdefault(part.name, {})["message"] = f"{type(error).__name__}: {error}"
         finally:
             for each in [each for some in running.values() for each in some]:
                 end(each)
@@ -222,8 +222,8 @@ class Run:
                 try:
                     answer = each.parent.recv()
                 except (EOFError, OSError) as error:
-                    answer = {"error": f"ended while it started ({error!r})"}
-                each.error, each.start_s = answer.get("error"), answer.get("start_s", 0.0)
+                    answer = {"message": f"ended while it started ({error!r})"}
+                each.error, each.start_s = answer.get("message"), answer.get("start_s", 0.0)
             print(f"{each.engine.name}: {each.error or f'started in {each.start_s:.0f} s'}", file=sys.stderr, flush=True)
 
     def measure(self, part: Part, running: list[Running]) -> None:
@@ -232,7 +232,7 @@ class Run:
         for each in running:
             found["engines"][each.engine.name] = each.engine.described() | {"start_s": round(each.start_s, 1)}
             if each.error:
-                found["engines"][each.engine.name]["error"] = each.error
+                found["engines"][each.engine.name]["message"] = each.error
         if part.judge:
             answers = {each.engine.name: each.ask(part.judge.request(), 90) for each in running}
             found["tokens"] = part.judge.verdict(self.scratch, {each.engine.name: each.engine for each in running}, answers)
@@ -245,27 +245,27 @@ class Run:
         samples: dict[str, list[dict[str, Any]]] = {each.engine.name: [] for each in running}
         errors: dict[str, str] = {}
         if self.remaining() < measurement.seconds * len(running):
-            return measurement.described() | {"error": "no time was left"}
+            return measurement.described() | {"message": "no time was left"}
         for each in running:  # set what the measurement wants, and warm up
             warm_up = () if measurement.rounds == 1 else (measurement.request | {"seed": 99},)
             for request in (*measurement.before, *warm_up):
                 answer = each.ask(request, 90)
-                if "error" in answer:
-                    errors[each.engine.name] = answer["error"]
+                if "message" in answer:
+                    errors[each.engine.name] = answer["message"]
         for number in range(measurement.rounds or self.rounds):
             if self.remaining() < measurement.seconds * len(running):
                 break
             for each in running[:: 1 if number % 2 else -1]:
                 answer = each.ask(measurement.request | {"seed": number}, 90)
-                if "error" in answer:
-                    errors[each.engine.name] = answer["error"]
+                if "message" in answer:
+                    errors[each.engine.name] = answer["message"]
                 else:
                     samples[each.engine.name].append(answer)
         row = measurement.described()
         row["ms"] = {name: statistics.median(one["ms"] for one in some) for name, some in samples.items() if some}
         row["samples"] = samples
         if errors:
-            row["errors"] = errors
+            row["errors"] = [{"engine": name, "message": message} for name, message in errors.items()]
         print(
             json.dumps({**measurement.described(), "ms": row["ms"], **({"errors": errors} if errors else {})}),
             file=sys.stderr,
@@ -332,14 +332,14 @@ def _environment() -> dict[str, Any]:
     try:
         return environment_with_vllm()
     except Exception as error:
-        return {"error": f"{type(error).__name__}: {error}"}
+        return {"message": f"{type(error).__name__}: {error}"}
 
 
 def _print_result(result: dict[str, Any]) -> None:
     for name, part in result["parts"].items():
-        print(f"## {name}", part.get("error", ""))
+        print(f"## {name}", part.get("message", ""))
         for engine, facts in part.get("engines", {}).items():
-            print("  ", engine, facts.get("error", f"started in {facts['start_s']} s"))
+            print("  ", engine, facts.get("message", f"started in {facts['start_s']} s"))
         for engine, facts in part.get("tokens", {}).items():
             print("  ", engine, facts)
         for row in part.get("rows", []):

@@ -28,14 +28,14 @@ def main(address: str) -> None:
             parent.send({"start_s": time.monotonic() - started})
         except BaseException as error:
             traceback.print_exc()
-            parent.send({"error": f"{type(error).__name__}: {error}"})
+            parent.send({"message": f"{type(error).__name__}: {error}"})
             return
         while request := parent.recv():
             try:
                 parent.send(REQUESTS[request.pop("do")](llm, **request))
             except Exception as error:
                 traceback.print_exc()
-                parent.send({"error": f"{type(error).__name__}: {error}"})
+                parent.send({"message": f"{type(error).__name__}: {error}"})
 
 
 def decode(llm: Any, batch: int, prompt: int, new_tokens: int, seed: int) -> dict[str, Any]:

@@ -40,8 +40,8 @@ class Judge:
         found: dict[str, Any] = {}
         judges: dict[tuple[str, str], Any] = {}
         for name, answer in answers.items():
-            if "error" in answer:
-                found[name] = {"error": answer["error"]}
+            if "message" in answer:
+                found[name] = {"message": answer["message"]}
                 continue
             engine = engines[name]
             key = (engine.model, "standard" if engine.wiring == "own" else engine.wiring)

@@ -86,11 +86,11 @@ class Part:
 
 def decode(batch: int, seconds: float, prompt: int = 256, new_tokens: int = 48) -> Measurement:
     request = {"do": "decode", "batch": batch, "prompt": prompt, "new_tokens": new_tokens}
-    return Measurement(f"time per token, batch {batch}", request, seconds)
+    return Measurement(f"batch {batch}", request, seconds)
 
 
 def first_token(prompt: int, seconds: float) -> Measurement:
-    return Measurement(f"time to first token, prompt {prompt}", {"do": "first_token", "prompt": prompt}, seconds)
+    return Measurement(f"first token, {prompt}", {"do": "first_token", "prompt": prompt}, seconds)
 
 
 TABLE = [decode(1, 0.6), decode(16, 1.6), first_token(256, 0.1), first_token(1024, 0.3), decode(64, 4.5)]
@@ -98,7 +98,7 @@ TABLE = [decode(1, 0.6), decode(16, 1.6), first_token(256, 0.1), first_token(102
 
 def load(rate: float, requests: int = 32) -> Measurement:
     request = {"do": "load", "rate": rate, "requests": requests, "prompt": 256, "new_tokens": 64}
-    return Measurement(f"load, {rate:g} requests a second", request, requests / rate + 3, rounds=1)
+    return Measurement(f"load {rate:g}/s", request, requests / rate + 3, rounds=1)
 
 
 LOADS = [load(rate) for rate in (4, 8, 16)]
@@ -137,7 +137,7 @@ def emulated() -> list[Engine]:
 def delayed(microseconds: float, batch: int) -> Measurement:
     request = {"do": "decode", "batch": batch, "prompt": 64, "new_tokens": 32}
     before = ({"do": "set_delay", "microseconds": microseconds},)
-    return Measurement(f"time per token, all-reduce {microseconds} us, batch {batch}", request, 0.8, before)
+    return Measurement(f"{microseconds} us, batch {batch}", request, 0.8, before)
 
 
 SMALL_OPTIONS: dict[str, Any] = {

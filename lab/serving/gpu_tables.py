@@ -1,93 +1,87 @@
-"""The result of ``lab.serving.gpu`` as tables."""
+"""Results of ``lab.serving.gpu`` as three tables: times, ways to run an all-reduce, tokens."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ladder_residual.common.markdown import table
 
-TITLES = {
-    "nccl": "Two ranks, NCCL over sockets",
-    "ipc": "Two ranks, vLLM's own all-reduce",
-    "tp1": "One rank",
-    "nccl-overlap": "Two ranks, NCCL over sockets: always beside, never beside",
-    "ipc-overlap": "Two ranks, vLLM's own all-reduce: always beside, never beside",
-    "nccl-graphs": "Two ranks, NCCL over sockets, CUDA graphs for decode alone",
-    "load": "Two ranks, NCCL over sockets, requests that arrive at random",
-    "emulated": "One rank of 8 of Llama-3-70B, all-reduces emulated",
-    "parity": "Tokens",
-    "fp8": "Tokens of fp8 weights",
-    "int4": "Tokens of int4 weights",
-    "wirings": "Tokens of other wirings",
+# In the order of the rows.
+SETUPS = {
+    "tp1": "one rank",
+    "ipc": "IPC",
+    "nccl": "NCCL",
+    "load": "NCCL",
+    "nccl-graphs": "NCCL, decode graphs",
+    "ipc-overlap": "IPC",
+    "nccl-overlap": "NCCL",
+    "emulated": "70B",
 }
 OWN = "own"
-
-
-MODEL = "Llama-3.1-8B shape, bf16, random weights; medians of alternating measurements, prompts of 256 tokens."
-SHARED = "Both ranks share one card, its multiprocessors and its memory bandwidth, so only ratios count."
-RANK_OF_70B = "Medians of alternating measurements; wherever the rank would all-reduce it copies, and takes the time named."
+TIMES = (
+    "Llama-3.1-8B shape, bf16, random weights, prompts of 256 tokens; medians of ms per token, or to the first token of a prompt. IPC is "
+    "vLLM's own all-reduce, NCCL goes over sockets. Two ranks share one card and its memory bandwidth, so only ratios count."
+)
+WAYS = (
+    "`VLLM_LADDER_OVERLAP=never` and `always`. 70B: a rank of 8 of Llama-3-70B, alone; where it would all-reduce it copies, and takes the "
+    "time named."
+)
 TOKENS = (
-    "Greedy tokens of a small random model, each judged after the engine's own tokens before it. 16-bit arithmetic alone costs a few: "
-    "vLLM's own model says how many."
+    "Greedy tokens of a small random model, each judged after the engine's own tokens before it. 16-bit arithmetic costs a few: vLLM's own "
+    "model says how many."
 )
 
 
-def reading(name: str, of_tokens: bool) -> str:
-    if of_tokens:
-        return TOKENS
-    if name == "emulated":
-        return RANK_OF_70B
-    return MODEL if name == "tp1" else f"{MODEL} {SHARED}"
+def sections(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """(title, reading, table) of what was measured; of a part that is in several results, the last."""
+    parts: dict[str, Any] = {}
+    for result in results:
+        parts |= {name: part for name, part in result["parts"].items() if part.get("rows") or part.get("tokens")}
+    tables = (
+        ("Real vLLM on one GPU", TIMES, times_table(parts)),
+        ("Beside the modules or in line", WAYS, ways_table(parts)),
+        ("Tokens that float32 would choose", TOKENS, tokens_table(parts)),
+    )
+    return [each for each in tables if each[2]]
 
 
-def sections(result: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    """(title, reading, table) of each part that has something to show."""
-    found = []
-    for name, title in TITLES.items():
-        part = result["parts"].get(name, {})
-        if part.get("tokens"):
-            found.append((title, reading(name, True), tokens_table(part)))
-        if any(row.get("ms") for row in part.get("rows", [])):
-            found.append((title, reading(name, False), times_table(part)))
-    return found
-
-
-def times_table(part: Mapping[str, Any]) -> str:
-    """Milliseconds by engine, and how much faster than vLLM's own model (if it took part)."""
-    engines = [name for name in part["engines"] if any(name in row.get("ms", {}) for row in part["rows"])]
-    own = next((name for name in engines if part["engines"][name]["wiring"] == OWN), None)
-    others = [name for name in engines if name != own]
-    head = [
-        "ms",
-        *(_named(part["engines"][name]) for name in engines),
-        *(f"{_named(part['engines'][name])}, speed-up" for name in others),
-    ]
+def times_table(parts: Mapping[str, Any]) -> str:
+    """vLLM's own model against the plugin that chooses for itself."""
     rows = []
-    for row in part["rows"]:
-        times = row.get("ms", {})
-        if not times:
-            continue
-        cells = [f"{times[name]:.2f}" if name in times else "" for name in engines]
-        gains = [f"{times[own] / times[name]:.2f}x" if own in times and name in times else "" for name in others]
-        rows.append([row["name"], *cells, *gains])
-    if own is None:
-        head, rows = head[: 1 + len(engines)], [row[: 1 + len(engines)] for row in rows]
-    return table(head, rows)
+    for setup, name, times in _measured(parts):
+        if OWN in times and None in times:
+            rows.append([setup, name, f"{times[OWN]:.2f}", f"{times[None]:.2f}", f"{times[OWN] / times[None]:.2f}x"])
+    return table(["", "", "vLLM's own, ms", "ladder, ms", "speed-up"], rows) if rows else ""
 
 
-def tokens_table(part: Mapping[str, Any]) -> str:
-    """How many greedy tokens are those that float32 would choose."""
+def ways_table(parts: Mapping[str, Any]) -> str:
+    """Always beside the modules against always in line."""
     rows = []
-    for name, found in part["tokens"].items():
-        engine = part["engines"][name]
-        ranks = "one rank" if engine["tp"] == 1 else f"{engine['tp']} ranks, {engine['transport']}"
-        share = found.get("error") or f"{found['chosen']} of {found['of']}"
-        rows.append([_named(engine), ranks, share])
-    return table(["model", "", "tokens that float32 would choose"], rows)
+    for setup, name, times in _measured(parts):
+        if "always" in times and "never" in times:
+            own = f"{times[OWN]:.2f}" if OWN in times else ""
+            rows.append([setup, name, own, *(f"{times[way]:.2f}" for way in ("never", "always"))])
+    return table(["", "", "vLLM's own, ms", "in line, ms", "beside, ms"], rows) if rows else ""
 
 
-def _named(engine: Mapping[str, Any]) -> str:
-    if engine["wiring"] == OWN:
-        return "vLLM's own"
-    return engine["wiring"] + {None: "", "always": ", beside", "never": ", in line"}[engine["overlap"]]
+def _measured(parts: Mapping[str, Any]) -> Iterable[tuple[str, str, dict[str | None, float]]]:
+    """(setup, measurement, milliseconds by what was chosen for the engine)."""
+    for part, setup in SETUPS.items():
+        engines = parts.get(part, {}).get("engines", {})
+        for row in parts.get(part, {}).get("rows", []):
+            chosen = {name: OWN if engine["wiring"] == OWN else engine["overlap"] for name, engine in engines.items()}
+            yield setup, row["name"], {chosen[name]: ms for name, ms in row.get("ms", {}).items()}
+
+
+def tokens_table(parts: Mapping[str, Any]) -> str:
+    rows = []
+    for part in parts.values():
+        for name, found in part.get("tokens", {}).items():
+            engine = part["engines"][name]
+            ranks = "one rank" if engine["tp"] == 1 else f"{engine['tp']} ranks, {engine['transport']}"
+            way = {None: "", "always": ", beside", "never": ", in line"}[engine["overlap"]]
+            model = "vLLM's own" if engine["wiring"] == OWN else engine["wiring"] + way
+            share = found.get("message") or f"{found['chosen']} of {found['of']}"
+            rows.append([model, engine["model"].partition("-")[2] or "bf16", ranks, share])
+    return table(["model", "weights", "ranks", "tokens"], rows) if rows else ""

@@ -13,47 +13,78 @@ from lab.serving import gpu
 from lab.serving.gpu_pack import BINARY, FATBIN_MAGIC, HOPPER, keep_architecture
 from lab.serving.gpu_parts import PARTS
 
-ENGINES = {
-    "own": {"wiring": "own", "tp": 2, "transport": "nccl", "overlap": None, "start_s": 50.0},
-    "ladder": {"wiring": "ladder", "tp": 2, "transport": "nccl", "overlap": "always", "start_s": 50.0},
-    "broken": {"wiring": "ladder", "tp": 2, "transport": "ipc", "overlap": "never", "start_s": 0.0, "error": "did not start"},
-}
+OWN = {"wiring": "own", "tp": 2, "transport": "nccl", "model": "llama-3.1-8b", "overlap": None}
+LADDER = OWN | {"wiring": "ladder"}
+ENGINES = {"own": OWN, "auto": LADDER, "beside": LADDER | {"overlap": "always"}, "line": LADDER | {"overlap": "never"}}
 
 
 def result(**parts: Any) -> dict[str, Any]:
     return {"benchmark": "vllm-gpu", "parts": parts, "environment": {"gpu": "A card", "vllm": "0.26.0", "commit": "abc"}}
 
 
-def test_times_are_compared_with_vllms_own() -> None:
-    rows = [
-        {"name": "time per token, batch 1", "ms": {"own": 9.0, "ladder": 6.0}},
-        {"name": "time per token, batch 64", "ms": {}, "errors": {"own": "gone"}},
-    ]
-    (page,) = serving.on_one_card("gpu", result(nccl={"engines": ENGINES, "rows": rows}))
-    assert "| time per token, batch 1 | 9.00 | 6.00 | 1.50x |" in page
-    assert "ladder, beside" in page
-    assert "in line" not in page  # nothing was measured of it
+def row(name: str, **ms: float) -> dict[str, Any]:
+    return {"name": name, "ms": ms}
+
+
+def test_the_plugins_own_choice_is_compared_with_vllms_model() -> None:
+    rows = [row("batch 1", own=9.0, auto=6.0), row("batch 16", own=9.0), {"name": "batch 64", "message": "no time was left"}]
+    (page,) = serving.on_one_card({"gpu": result(nccl={"engines": ENGINES, "rows": rows})})
+    assert "| NCCL | batch 1 | 9.00 | 6.00 | 1.50x |" in page
+    assert "batch 16" not in page
     assert "batch 64" not in page
     assert "--parts nccl" in page
     assert "A card" in page
 
 
-def test_without_vllms_own_model_there_is_no_speed_up() -> None:
-    rows = [{"name": "time per token, batch 1", "ms": {"ladder": 6.0}}]
-    (page,) = serving.on_one_card("gpu", result(**{"nccl-overlap": {"engines": ENGINES, "rows": rows}}))
-    assert "| time per token, batch 1 | 6.00 |" in page
-    assert "speed-up" not in page
+def test_ways_to_run_an_all_reduce_have_a_table_of_their_own() -> None:
+    rows = [row("5 us", own=3.0, beside=3.5, line=3.0), row("64 us", beside=5.0, line=9.0)]
+    (page,) = serving.on_one_card({"gpu": result(emulated={"engines": ENGINES, "rows": rows})})
+    assert "| 70B | 5 us | 3.00 | 3.00 | 3.50 |" in page
+    assert "| 70B | 64 us |  | 9.00 | 5.00 |" in page
 
 
 def test_tokens_are_shares() -> None:
-    tokens = {"own": {"chosen": 180, "of": 192}, "broken": {"error": "did not start"}}
-    (page,) = serving.on_one_card("gpu", result(parity={"engines": ENGINES, "rows": [], "tokens": tokens}))
-    assert "| vLLM's own | 2 ranks, nccl | 180 of 192 |" in page
-    assert "did not start" in page
+    engines = {"own": OWN | {"model": "small", "tp": 1}, "line": ENGINES["line"] | {"model": "small-fp8"}}
+    tokens = {"own": {"chosen": 180, "of": 192}, "line": {"message": "did not start"}}
+    (page,) = serving.on_one_card({"gpu": result(parity={"engines": engines, "tokens": tokens})})
+    assert "| vLLM's own | bf16 | one rank | 180 of 192 |" in page
+    assert "| ladder, in line | fp8 | 2 ranks, nccl | did not start |" in page
 
 
-def test_a_part_that_failed_leaves_no_section() -> None:
-    assert serving.on_one_card("gpu", result(nccl={"error": "skipped: 3 s were left"})) == []
+def test_of_a_part_in_several_results_the_last_counts() -> None:
+    runs = [result(tp1={"engines": ENGINES, "rows": [row("batch 1", own=9.0, auto=ms)]}) for ms in (9.0, 3.0)]
+    runs.append(
+        result(tp1={"message": "skipped: 3 s were left"}, ipc={"engines": ENGINES, "rows": [row("batch 1", own=1.0, auto=1.0)]})
+    )
+    (page,) = serving.on_one_card({f"gpu-{number}": run for number, run in enumerate(runs)})
+    assert "3.00x" in page
+    assert "9.00 | 9.00" not in page
+    assert "| IPC | batch 1 | 1.00 | 1.00 | 1.00x |" in page
+    assert page.count("Made by") == 1
+
+
+def test_parts_that_failed_leave_no_section() -> None:
+    assert serving.on_one_card({"gpu": result(nccl={"message": "skipped: 3 s were left"})}) == []
+    assert serving.on_one_card({}) == []
+
+
+def test_every_part_has_its_place_in_the_tables() -> None:
+    """And with the parts that are published the page is no longer than a page may be."""
+    parts = {
+        name: {
+            "engines": {engine.name: engine.described() for engine in part.engines},
+            "rows": [each.described() | {"ms": {engine.name: 2.0 for engine in part.engines}} for each in part.measurements],
+            "tokens": {engine.name: {"chosen": 1, "of": 2} for engine in part.engines} if part.judge else {},
+        }
+        for name, part in PARTS.items()
+    }
+    cpu = {name: found for name, found in serving.read_results("serve").items() if name.startswith("cpu")}
+    published = {name: parts[name] for name in ("tp1", "ipc", "nccl", "emulated", "parity", "fp8", "int4")}
+    assert len(serving.render(cpu | {"gpu": result(**published)}).split()) <= 1500
+    page = serving.render(cpu | {"gpu": result(**parts)})
+    for part in PARTS.values():
+        assert all(f"| {each.name} |" in page for each in part.measurements)
+    assert page.count("2 ranks, ") == sum(engine.tp > 1 for part in PARTS.values() if part.judge for engine in part.engines)
 
 
 def test_the_dry_run_says_how_long_and_how_much() -> None:
@@ -109,13 +140,6 @@ def test_a_packed_library_keeps_the_kernels_of_one_architecture() -> None:
     assert older not in kept
     assert ptx not in kept
     assert kept == whole.replace(older, bytes(len(older))).replace(ptx, bytes(len(ptx)))
-
-
-def test_the_whole_page_still_has_the_cpu_tables() -> None:
-    results = serving.read_results("serve")
-    assert "## Two ranks on CPU" in serving.render(results)
-    with_gpu = {**results, "gpu": result(nccl={"engines": ENGINES, "rows": [{"name": "x", "ms": {"own": 2.0, "ladder": 1.0}}]})}
-    assert "## On one GPU: Two ranks, NCCL over sockets" in serving.render(with_gpu)
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))
