@@ -9,9 +9,8 @@ cd "$root"
 [[ -x $target/bin/python ]] || "${PYTHON:-python3}" -m venv "$target"
 lowest=$(sed -n '/^dependencies/,/^]/p' pyproject.toml | sed -nE 's/^ *"([A-Za-z_]+)>=([0-9.]+).*/\1==\2/p' | sed -E 's/==([0-9]+\.[0-9]+)$/==\1.*/; s/==([0-9]+)$/==\1.*/')
 # shellcheck disable=SC2086  # one word per package
-"$target/bin/python" -m pip install --quiet --disable-pip-version-check $lowest pytest hypothesis
-"$target/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable . ||
-  "$target/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+"$target/bin/python" -m pip install --quiet --disable-pip-version-check $lowest pytest hypothesis 'setuptools>=77'
+"$target/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 "$target/bin/python" -m pip list --disable-pip-version-check | grep -iE '^(torch|transformers|safetensors|huggingface_hub|numpy|typer|rich) '
 "$target/bin/ladder" demo
 "$target/bin/python" -m pytest -q tests/core tests/common tests/links tests/plan tests/models tests/distributed tests/generation
