@@ -18,6 +18,7 @@ from lab.serving import emulated_all_reduce
 VARIABLE = "RANKS_ON_ONE_CARD"
 TRANSPORTS = ("nccl", "ipc", "emulated")
 RANKS = 8  # as many devices as vLLM believes there are
+LARGEST = 65 * 2**20  # bytes of one all-reduce: 8192 tokens of a hidden size of 4096, in bf16
 GATHER_BYTES = 4 * 2**20  # of one all-reduce that gathers; vLLM's takes up to 8 MiB
 
 ENVIRONMENT = {
@@ -79,6 +80,8 @@ def _reduce_over_ipc(platform: Any) -> None:
     platform.dist_backend = "gloo"
     platform.is_fully_connected = classmethod(lambda cls, device_ids: True)
     custom_all_reduce._can_p2p = lambda rank, world_size: True
+    reducer: Any = custom_all_reduce.CustomAllreduce
+    reducer.__init__.__defaults__ = (LARGEST, *reducer.__init__.__defaults__[1:])  # beyond it gloo would go through the host
     communicator: Any = CudaCommunicator
     communicator.all_gather = gather_by_all_reduce
 
