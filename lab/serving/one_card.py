@@ -23,14 +23,15 @@ GATHER_BYTES = 4 * 2**20  # of one all-reduce that gathers; vLLM's takes up to 8
 
 ENVIRONMENT = {
     "nccl": {"NCCL_IB_DISABLE": "1", "NCCL_SOCKET_IFNAME": "lo", "NCCL_NVLS_ENABLE": "0"},
-    "ipc": {"VLLM_DISABLE_PYNCCL": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    "ipc": {"VLLM_DISABLE_PYNCCL": "1"},
     "emulated": {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"},  # for setting the time while the engine runs
 }
 
 
 def environment(transport: str) -> dict[str, str]:
     """Of a process that starts such an engine."""
-    return {VARIABLE: transport, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", **ENVIRONMENT[transport]}
+    local = {"VLLM_HOST_IP": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo"}
+    return {VARIABLE: transport, "VLLM_ALLREDUCE_USE_SYMM_MEM": "0", **local, **ENVIRONMENT[transport]}
 
 
 def register() -> None:
