@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 from ladder_residual.distributed import shared_gpu
+from ladder_residual.distributed import world as world_module
 from ladder_residual.distributed.world import distributed
+from tests.ranks import start_ranks
 
 SET_FOR_A_RANK = (
     "NCCL_HOSTID",
@@ -117,3 +120,37 @@ def test_sharing_needs_a_gpu():
         pass
     with distributed("cpu") as world:  # asked for by name: nothing is shared
         assert world.where == "1 process, cpu"
+
+
+def _fail(connection, rank, message):
+    """Both ranks think that they share a GPU, and the block of one ends with an error of torch's."""
+    world_module._share_gpus = lambda device: 2
+    try:
+        with distributed("cpu", timeout=20):
+            if rank == 0:
+                raise RuntimeError(message)
+            time.sleep(60)
+    except (ValueError, RuntimeError) as error:
+        connection.send(f"{type(error).__name__}: {error}")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        (
+            "ncclInvalidUsage: Duplicate GPU detected : rank 0 and rank 1",
+            "ValueError: NCCL refuses ranks that share a GPU here",
+        ),
+        (
+            "CUDA error: an illegal memory access",
+            "RuntimeError: CUDA error: an illegal",
+        ),  # the other rank is there: it is our own
+    ],
+)
+def test_errors_of_ranks_that_share_a_gpu_are_told_apart(message, expected):
+    pipes, processes = start_ranks(2, _fail, message)
+    assert pipes[0].poll(60)
+    assert pipes[0].recv().startswith(expected)
+    for process in processes:
+        process.kill()
+        process.join()

@@ -15,6 +15,10 @@ from typing import Any
 VARIABLE = "LADDER_SHARE_GPU"
 SM_PERCENTAGE = "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"  # of the SMs, for a process; read as CUDA starts
 NO_GPU = "--share-gpu needs a GPU, torch sees none: leave it out, the ranks then compute on CPUs"
+NCCL_REFUSES = (
+    "NCCL refuses ranks that share a GPU here, although each has an NCCL_HOSTID of its own: it needs NCCL 2.28 or newer, and NCCL_HOSTID "
+    "must not be set for all ranks alike"
+)
 _START = "`nvidia-cuda-mps-control -d` starts it, `echo quit | nvidia-cuda-mps-control` ends it"
 
 

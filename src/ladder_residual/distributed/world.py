@@ -291,6 +291,8 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
             raise PeerLost(f"{error}; {liveness.missing()}") from error
         raise
     except RuntimeError as error:
+        if sharing > 1 and "Duplicate GPU" in str(error):
+            raise ValueError(shared_gpu.NCCL_REFUSES) from error
         broken = sharing > 1 and shared_gpu.tells_of_broken_gpu(str(error))
         if broken and liveness is not None and not (who := liveness.missing()).startswith(ALL_ANSWER):
             _give_up(f"{who}: MPS failed the ranks that share its GPU")
