@@ -100,18 +100,28 @@ def random_kill(job: AdaptJob, duration: float, chance: random.Random) -> Outcom
         outcome.ended_after_s = run.end(bound)
         error = rf"rank {victim} of 2 \(pid {ranks[victim]}\) on {HOST} was killed by SIGKILL"
         judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=None)
-    if job.output.exists():
-        if job.wrong_losses() is None and run.exit_codes() == [0]:
-            return None  # it had ended
-        outcome.wrong.append("a result is there although the run was killed")
+    if job.output.exists():  # it was killed as it ended: the result must be whole
+        if run.exit_codes() == [0]:
+            return None
+        outcome.detail += ", its result written"
+        return has_result(job, outcome)
     with WatchedRun([job.command()], job.directory, ENVIRONMENT) as run:
         if run.end(START_SECONDS) is None or run.exit_codes() != [0]:
             outcome.wrong.append(f"started again it did not finish: {run.text()[-600:]!r}")
             return outcome
         if done > 2 * job.every and "resume   " not in run.text():
             outcome.wrong.append(f"it began again although {done} steps had been taken")
+    return has_result(job, outcome)
+
+
+def has_result(job: AdaptJob, outcome: Outcome) -> Outcome:
+    """All losses of the undisturbed run, and a result that loads."""
+    from ladder_residual.models.loading import load_model
+
     if wrong := job.wrong_losses():
         outcome.wrong.append(wrong)
-    if not (job.output / "config.json").exists():
-        outcome.wrong.append("there is no result after the second run")
+    try:
+        load_model(job.output)
+    except ValueError as error:
+        outcome.wrong.append(f"the result cannot be loaded: {error}")
     return outcome

@@ -34,6 +34,7 @@ class _Tally:
     grown: int = 0
     kinds: Counter[str] = field(default_factory=Counter)
     findings: list[dict[str, Any]] = field(default_factory=list)
+    say: Callable[[str], None] = lambda line: None
 
     def add(self, row: dict[str, Any]) -> None:
         if row["end"] != "unexpected" and row["seconds"] > SECONDS:
@@ -45,6 +46,7 @@ class _Tally:
         if row["end"] == "unexpected":
             self.kinds[row["kind"]] += 1
             self.findings.append({key: row[key] for key in ("number", "target", "kind", "finding")})
+            self.say(f"input {row['number']} ({row['target']}, {row['kind']}): {row['finding'].splitlines()[0]}")
 
 
 def run_campaign(
@@ -59,7 +61,7 @@ def run_campaign(
     say: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Any]:
     """``inputs`` inputs from number ``first`` on; input ``n`` of a seed is always the same one, whoever runs it."""
-    tally, lock = _Tally(), threading.Lock()
+    tally, lock = _Tally(say=say), threading.Lock()
 
     def watch(worker: int) -> None:
         begin, last = first + worker, first + inputs

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ladder_residual.adapt.settings import read_recipe
+from ladder_residual.adapt.settings import AdaptSettings, read_recipe
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,3 +50,13 @@ def test_mistakes_in_recipes_are_named(tmp_path, content, message):
     path.write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         read_recipe(path)
+
+
+def test_the_result_lies_beside_the_student(tmp_path, monkeypatch):
+    here = tmp_path / "model"
+    (here / "inner").mkdir(parents=True)
+    for student, folder in (("model", tmp_path), (".", here), ("..", here / "inner")):
+        monkeypatch.chdir(folder)
+        assert AdaptSettings(student=student, teacher="t").output.resolve() == tmp_path / "model-recovered"
+    with pytest.raises(ValueError, match="student '/' has no name .*--out"):
+        _ = AdaptSettings(student="/", teacher="t").output

@@ -171,6 +171,10 @@ class AdaptSettings:
         if self.out is not None:
             return Path(self.out)
         name = Path(self.student)
+        if name.name in ("", ".."):
+            name = name.resolve()  # of the working directory, say
+        if not name.name:
+            raise ValueError(f"student {self.student!r} has no name to make one for the result of: give it one with --out")
         return name.with_name(f"{name.name}-{'control' if self.control else 'recovered'}")
 
 
