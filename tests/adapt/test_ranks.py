@@ -23,7 +23,7 @@ from ladder_residual.adapt.run import adapt
 from ladder_residual.adapt.settings import read_recipe
 from ladder_residual.adapt.trainer import AdaptTrainer
 from ladder_residual.models.loading import load_model
-from tests.forged import forge_metadata
+from tests.forged import Payload, forge_metadata, right_checksums
 from tests.ranks import run_on_ranks
 from tests.tiny_adapt import log_entries, losses, run, settings, stop_after_a_checkpoint
 
@@ -174,6 +174,34 @@ def _resume_forged(world, ground, marker):
 
 def test_forged_shards_are_not_resumed(ground, tmp_path):
     for errors in run_on_ranks(2, _resume_forged, ground, tmp_path / "marker"):
+        assert "\n" not in "".join(errors)
+    assert not (tmp_path / "marker").exists()
+
+
+def _resume_forged_copies(world, ground, marker):
+    name, options = "forged-copies", dict(parallel="ddp")
+    assert _stop_after_a_checkpoint(world, ground, name, options) == "stopped"
+    checkpoint, errors = ground / f"{name}.training" / "checkpoint-2", []
+    for files in (["optimizer.pt"], ["rng_state_0.pth", "rng_state_1.pth"]):
+        kept = {file: (checkpoint / file).read_bytes() for file in files}
+        world.barrier()
+        if world.is_main:
+            for file in files:
+                torch.save(Payload(marker), checkpoint / file)
+            right_checksums(checkpoint)
+        world.barrier()
+        with pytest.raises(ValueError, match="a pickled object that is no tensor") as caught:
+            run(ground, name, world, student=str(ground / "half"), **options, **FAST)
+        errors.append(str(caught.value))
+        world.barrier()
+        for file in files if world.is_main else ():
+            (checkpoint / file).write_bytes(kept[file])
+    return errors
+
+
+def test_forged_copies_are_not_resumed(ground, tmp_path):
+    """With DDP every rank reads the optimizer's state, and a random state of its own."""
+    for errors in run_on_ranks(2, _resume_forged_copies, ground, tmp_path / "marker"):
         assert "\n" not in "".join(errors)
     assert not (tmp_path / "marker").exists()
 
