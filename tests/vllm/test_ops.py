@@ -164,3 +164,16 @@ def test_one_kernel_does_what_torch_does_op_by_op(
     at_once = chain()
     for one, other in zip(at_once, slowly, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def test_shapes_are_known_without_running(here: Any) -> None:
+    """What a compiler sees."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        new, weight = torch.empty(2, 4), torch.empty(4)
+        x = torch.ops.ladder_residual.begin(new, [], new, weight, EPSILON, 0.0, False, True)
+        one, stream = torch.ops.ladder_residual.boundary(new, [new], x, weight, EPSILON, 0.0, [], 1, False, False, False, True)
+        latest, last = torch.ops.ladder_residual.drain(new, [new], stream, EPSILON, 0.0, [], False, False)
+    assert {each.shape for each in (x, one, stream, latest, last)} == {(2, 4)}
+    assert not here.reducer.events

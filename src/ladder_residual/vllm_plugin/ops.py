@@ -55,23 +55,6 @@ def _boundary(
     return join(stream, terms, weight, epsilon, offset)
 
 
-def _boundary_shapes(
-    partial: Tensor,
-    in_flight: list[Tensor],
-    stream: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    offset: float,
-    after: list[Tensor],
-    keep: int,
-    arrived: bool,
-    own_joined: bool,
-    own_first: bool,
-    next_is_attention: bool,
-) -> tuple[Tensor, Tensor]:
-    return stream.new_empty(stream.shape), stream.new_empty(stream.shape)
-
-
 def _begin(
     partial: Tensor,
     in_flight: list[Tensor],
@@ -86,19 +69,6 @@ def _begin(
     _start(partial, in_flight, arrived, next_is_attention)
     join = norm_in_one_kernel if stream.is_cuda else norm_slowly
     return join(stream, [], weight, epsilon, offset)[0]
-
-
-def _begin_shapes(
-    partial: Tensor,
-    in_flight: list[Tensor],
-    stream: Tensor,
-    weight: Tensor,
-    epsilon: float,
-    offset: float,
-    arrived: bool,
-    next_is_attention: bool,
-) -> Tensor:
-    return stream.new_empty(stream.shape)
 
 
 def _drain(
@@ -122,19 +92,6 @@ def _drain(
     latest = last.output if last.norm is None else rms_norm(last.output, last.norm, epsilon, offset)
     communicator().drain()
     return latest.clone() if latest is partial else latest, stream.clone() if joined is stream else joined
-
-
-def _drain_shapes(
-    partial: Tensor,
-    in_flight: list[Tensor],
-    stream: Tensor,
-    epsilon: float,
-    offset: float,
-    after: list[Tensor],
-    arrived: bool,
-    own_joined: bool,
-) -> tuple[Tensor, Tensor]:
-    return partial.new_empty(partial.shape), stream.new_empty(stream.shape)
 
 
 class Term(NamedTuple):
@@ -191,7 +148,15 @@ def norm_in_one_kernel(
     return norm_after_joining(stream, joining, weight, epsilon, offset)
 
 
+def _shapes_of_two(partial: Tensor, in_flight: list[Tensor], stream: Tensor, *others: object) -> tuple[Tensor, Tensor]:
+    return partial.new_empty(partial.shape), stream.new_empty(stream.shape)
+
+
+def _shape_of_one(partial: Tensor, in_flight: list[Tensor], stream: Tensor, *others: object) -> Tensor:
+    return stream.new_empty(stream.shape)
+
+
 # A partial's strides are Inductor's to choose, as are those of what comes back.
-direct_register_custom_op("boundary", _boundary, fake_impl=_boundary_shapes, target_lib=_library)
-direct_register_custom_op("begin", _begin, fake_impl=_begin_shapes, target_lib=_library)
-direct_register_custom_op("drain", _drain, fake_impl=_drain_shapes, target_lib=_library)
+direct_register_custom_op("boundary", _boundary, fake_impl=_shapes_of_two, target_lib=_library)
+direct_register_custom_op("begin", _begin, fake_impl=_shape_of_one, target_lib=_library)
+direct_register_custom_op("drain", _drain, fake_impl=_shapes_of_two, target_lib=_library)
