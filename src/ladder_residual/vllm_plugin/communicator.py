@@ -103,6 +103,7 @@ class Communicator:
         self.in_flight: deque[ReduceWork] = deque()
         self.cuda = current_platform.is_cuda_alike()
         self.overlap = ALWAYS
+        self.timed_graphs: list[torch.cuda.CUDAGraph] = []
         self.reducer: Reducer = SideStreamReducer(group) if self.cuda else _cpu_reducer(group)
 
     def choose_overlap(self, vllm_config: Any) -> None:
@@ -134,6 +135,7 @@ class Communicator:
             vllm_config.scheduler_config.max_num_batched_tokens,
             # Under sleep mode's allocator nothing is captured as the model is built.
             0 if model.enforce_eager or model.enable_sleep_mode else compilation.max_cudagraph_capture_size or 0,
+            self.timed_graphs,
         )
 
     def start(self, partial: Tensor, *, next_is_attention: bool) -> None:

@@ -84,15 +84,18 @@ def measure(
     dtype: torch.dtype,
     most_tokens: int,
     captured: int,
+    graphs: list[torch.cuda.CUDAGraph],
 ) -> Overlap:
-    """Times both ways around a module that reads ``weights`` bytes, up to ``captured`` tokens in a CUDA graph, as vLLM runs them."""
+    """Times both ways around a module that reads ``weights`` bytes, up to ``captured`` tokens in a CUDA graph, as vLLM runs them. The
+    caller keeps ``graphs``: other ranks have mapped their memory, and a mapping outlives what is freed."""
     inner = max(64, weights // (2 * hidden * dtype.itemsize) // 64 * 64)
     up, down = (torch.zeros(shape, dtype=dtype, device="cuda") for shape in ((hidden, inner), (inner, hidden)))
     norm = torch.ones(hidden, dtype=dtype, device="cuda")
     times = {}
     for tokens in token_counts(most_tokens):
         x = torch.zeros(tokens, hidden, dtype=dtype, device="cuda")
-        ways = [_timed(x, up, down, norm, reducer, tokens <= captured) for reducer in (in_line, beside)]
+        kept = graphs if tokens <= captured else None
+        ways = [_timed(x, up, down, norm, reducer, group, kept) for reducer in (in_line, beside)]
         best = [float("inf")] * 2
         for number in range(REPLAYS):  # in turn
             for way in (0, 1) if number % 2 else (1, 0):
@@ -113,8 +116,10 @@ def token_counts(most: int) -> list[int]:
     return counts
 
 
-def _timed(x: Tensor, up: Tensor, down: Tensor, norm: Tensor, reducer: Reducer, in_graph: bool) -> Callable[[], float]:
-    """A function that runs a few modules of a ladder and says how many milliseconds they took."""
+def _timed(
+    x: Tensor, up: Tensor, down: Tensor, norm: Tensor, reducer: Reducer, group: Any, graphs: list[torch.cuda.CUDAGraph] | None
+) -> Callable[[], float]:  # fmt: skip
+    """A function that runs a few modules of a ladder and says how many milliseconds they took; in a graph, if there is a list for it."""
     from ..engine.kernels.join import ADD, norm_after_joining
 
     def modules() -> Tensor:
@@ -134,10 +139,12 @@ def _timed(x: Tensor, up: Tensor, down: Tensor, norm: Tensor, reducer: Reducer, 
     for _ in range(2):
         modules()
     torch.cuda.synchronize()
-    if in_graph:
+    if graphs is not None:
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # As this ends, vLLM's IPC all-reduce tells the ranks where the graph's buffers are. A replay before that reads anywhere.
+        with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
             modules()
+        graphs.append(graph)
         run = graph.replay
 
     def time() -> float:
