@@ -23,9 +23,9 @@ def measured_table() -> str:
     one, sixteen = (engine[f"real-8b-tp2{batch}"] for batch in ("", "-batch16"))
     rows = [
         _row("decode step of Llama-3.1-8B on a GPU, batch 1", "NCCL over sockets", one, "real-ranks", reducer="nccl"),
-        _row("decode step of Llama-3.1-8B on a GPU, batch 16", "NCCL over sockets", sixteen, "real-ranks", reducer="nccl"),
+        _row("the same, batch 16", "NCCL over sockets", sixteen, "real-ranks", reducer="nccl"),
+        _row("the same, batch 1", "symmetric memory, 5 us", one, "real-ranks", reducer="symm"),
         _row("decode step of SmolLM2-135M, batch 8", "1 ms, 1 Gbit/s", smollm2, "hosts", link="1 ms, 1 Gbit/s", phase="decode"),
-        _row("prompt of 64 tokens, SmolLM2-135M", "1 ms, 1 Gbit/s", smollm2, "hosts", link="1 ms, 1 Gbit/s", phase="prefill"),
         _row("vLLM server, time per token, one request at a time", _one_way(served["cpu-tp2"]), served["cpu-tp2"], "serving", rate="one"),
         _row("training step, six layers of a 1B model", "5 ms, 100 Mbit/s", trained["cpu-tp2-100mbit"], "training"),
     ]  # fmt: skip

@@ -10,7 +10,7 @@ from ladder_residual.common.markdown import table
 
 ABOUT = """Every rank and every all-reduce here is real: the ranks are processes that share one GPU through CUDA MPS, each with
 an equal share of its SMs ([../sharing-a-gpu.md](../sharing-a-gpu.md)). They share its memory bandwidth too, so compare wirings, not
-milliseconds with those of other cards. *symm* is torch symmetric memory, *nccl* is NCCL over TCP sockets, as between two machines."""
+milliseconds with those of other cards. *symm* is torch symmetric memory, *nccl* is NCCL over TCP sockets (loopback)."""
 RUN = "python -m lab.runs.engine_real_ranks --parts"
 DECODE = ("8b-tp2", "8b-tp2-batch16", "8b-tp4")
 TRANSPORTS = {"symm": "symm", "nccl": "nccl, sockets"}
@@ -26,15 +26,17 @@ def render(engine: Mapping[str, Any], train: Mapping[str, Any]) -> str:
     sections = [
         section(
             "Decode: Llama-3.1-8B",
-            "Over sockets ladder makes a step 1.5 to 1.7 times as fast. Over symmetric memory an all-reduce takes 5 to 8 us, and "
-            "ladder gets back nearly all of what standard loses to it: it reads at 86 to 96 % of the card's bandwidth.",
+            "Over sockets ladder makes a step of two ranks 1.5 to 1.7 times as fast. Over symmetric memory an all-reduce takes 5 to "
+            "8 us, and ladder gets back 82 to 96 % of what standard loses to it. *Of the roofline*: of what one rank alone reads per "
+            "second with its share of the SMs.",
             decode_table(decode),
             command=f"{RUN} {','.join(DECODE)}",
             made=f"Medians of the slowest rank, in turns. Context {decode[0]['context']}, random weights. {conditions(*decode)}",
         ),
         section(
             "Every wiring, batch 1",
-            "Times of a decode step over that of standard. *no-comm* is standard without its all-reduces: wrong on purpose, the bound.",
+            "Times of a decode step over that of standard. "
+            "*no-comm*, the bound, is standard without the all-reduces of its layers: wrong on purpose.",
             wirings_table(decode),
             command=f"{RUN} 8b-tp2,8b-tp4",
             made=conditions(*decode),
@@ -45,7 +47,7 @@ def render(engine: Mapping[str, Any], train: Mapping[str, Any]) -> str:
             "fifths of a standard step, so even perfect overlap would give 1.24x.",
             training_table(steps),
             command=f"{RUN} train-tp2",
-            made=conditions(*steps),
+            made=f"Medians of {steps[0]['repeats']} steps; quartiles differ by up to 10 % from them. {conditions(*steps)}",
         ),
     ]
     return page("Real ranks on one GPU", ABOUT, sections)

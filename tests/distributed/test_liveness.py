@@ -17,6 +17,7 @@ from tests.ranks import free_port, start_ranks
 
 HOST = socket.gethostname()
 TIMEOUT = 2.0
+SILENCE = 6.0  # the least: a rank shows itself every two seconds
 
 
 def _survive(connection, rank, scene, victim, launched):
@@ -61,19 +62,22 @@ def messages(scene, victim=2, launched=True):
 def _watch(connection, rank, scene):
     """Two ranks that wait for each other where no time-out reaches, as in a kernel on a GPU."""
     store = dist.TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), is_master=False)
-    check = LivenessCheck(store, rank, 2, "here", on_silence=lambda text: (connection.send(text), os._exit(3)), timeout=TIMEOUT)
+    check = LivenessCheck(store, rank, 2, "here", on_silence=lambda text: (connection.send(text), os._exit(3)), timeout=SILENCE)
     if scene == "done" and rank == 1:
         check.part()
-    time.sleep(4 * TIMEOUT if scene == "done" else 60)
-    check.leave("ValueError: no" if scene == "failed" else None)
+    if scene == "failed" and rank == 1:
+        check.leave("ValueError: no")
+    time.sleep(SILENCE + 4 if scene == "done" else 60)
+    check.leave()
     connection.send("went on")
 
 
 @pytest.mark.parametrize(
     ("scene", "message"),
     [
-        ("killed", f"rank 1 on {HOST} has not been heard of for 2 s (dead, stopped or cut off)"),
-        pytest.param("stopped", f"rank 1 on {HOST} has not been heard of for 2 s", marks=pytest.mark.slow),
+        ("killed", f"rank 1 on {HOST} has not been heard of for 6 s (dead, stopped or cut off)"),
+        ("failed", f"rank 1 on {HOST} ended with ValueError: no"),
+        pytest.param("stopped", f"rank 1 on {HOST} has not been heard of for 6 s", marks=pytest.mark.slow),
         ("done", "went on"),
     ],
 )
@@ -81,7 +85,7 @@ def test_a_rank_that_no_time_out_reaches_learns_of_the_lost_one(scene, message):
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes, processes = start_ranks(2, _watch, scene, port=store.port)
     try:
-        if scene != "done":
+        if scene in ("killed", "stopped"):
             assert wait_until(lambda: store.check(["beat/1"]))
             os.kill(processes[1].pid, signal.SIGSTOP if scene == "stopped" else signal.SIGKILL)
         assert pipes[0].poll(30)

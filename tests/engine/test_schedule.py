@@ -56,6 +56,8 @@ def test_only_layers_whose_mlp_does_not_wait_for_attention_are_interleaved() -> 
     assert available_schedules(plan.wiring) == SCHEDULES
     assert available_schedules(Wiring.parse("parallel", LAYERS)) == ("serial", "interleaved")
     assert available_schedules(Wiring.parse("desync-2x", LAYERS)) == ("serial",)
+    for spec in ("delayed-1", "delayed-3", "delayed-1:2-4"):  # an MLP reads its layer's own attention partial at once
+        assert plan_of(spec, "interleaved").schedule == "serial"
 
 
 def test_two_chains_wait_only_for_the_other_chain() -> None:

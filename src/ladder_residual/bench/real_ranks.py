@@ -117,17 +117,11 @@ def bench_ranks(
 
 
 def _bandwidth(world: World) -> float:
-    """Bytes per second that one rank of a GPU reads while the others wait."""
+    """Bytes per second that rank 0 reads, with its share of the SMs, while the others wait outside of their GPUs."""
     from .roofline import read_bandwidth  # imports Triton
 
-    mine = 0.0
-    for turn in range(world.ranks_per_gpu):
-        if world.rank % world.ranks_per_gpu == turn:
-            mine = read_bandwidth(gigabytes=2.0)
-        world.barrier()
-        torch.cuda.synchronize()
-    (slowest,) = world.slowest([1 / mine])
-    return 1 / slowest
+    torch.cuda.synchronize()
+    return float(world.ask(lambda: str(read_bandwidth(gigabytes=2.0))))
 
 
 def _all_reduce_us(reducer: str, rank: RandomRank, groups: tuple[Any, Any], tokens: int) -> float:

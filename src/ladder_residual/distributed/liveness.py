@@ -39,9 +39,9 @@ class LivenessCheck:
         timeout: float = 120.0,
     ) -> None:
         self.rank, self.size, self.address = rank, size, address
-        self._on_silence, self._timeout, self._is_watched = on_silence, timeout, on_silence is not None
+        self._on_silence, self._timeout, self._is_watched = on_silence, max(timeout, 3 * _BEAT_SECONDS), on_silence is not None
         self._heard = {other: (b"", time.monotonic()) for other in range(size) if other != rank}  # the last sign and when
-        self._beats, self._next_beat = 0, 0.0
+        self._beats, self._next_beat = 0, time.monotonic()
         # Used by the thread alone: a store that is out of reach blocks its caller for longer than any time-out.
         self._store = store.clone()
         self._store.set(f"host/{rank}", socket.gethostname())
@@ -67,7 +67,7 @@ class LivenessCheck:
 
     def leave(self, failure: str | None = None) -> None:
         """End the thread. ``failure``: why this rank fails, for the ranks that lose it now ("": because it lost them)."""
-        self.part()
+        self._on_silence = None
         self._failure, self._over = failure, True
         self._wake.set()
         self._thread.join(1.0)  # a thread whose store is out of reach ends with the process
@@ -89,7 +89,8 @@ class LivenessCheck:
                     self._watch(self._on_silence)
             if self._failure is not None:
                 self._store.set(f"here/{self.rank}", self._failure)
-            self._say_left()
+            else:
+                self._say_left()
         except RuntimeError:  # whoever hosts the store has left, or is out of reach
             self._found.put(None)
             if (tell := self._on_silence) is not None:
@@ -103,6 +104,10 @@ class LivenessCheck:
     def _watch(self, tell: Callable[[str], None]) -> None:
         """Show that this rank is there, and look for the others."""
         now = time.monotonic()
+        if (
+            now > self._next_beat + self._timeout
+        ):  # this rank itself stood still, as in a suspended job: the others get their time anew
+            self._heard = {other: (last, now) for other, (last, _) in self._heard.items()}
         self._beats, self._next_beat = self._beats + 1, now + _BEAT_SECONDS
         self._store.set(f"beat/{self.rank}", str(self._beats))
         for other, (last, since) in self._heard.items():

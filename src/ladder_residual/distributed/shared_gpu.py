@@ -87,7 +87,7 @@ def sharing(ranks: int) -> dict[str, Any]:
     return {"ranks_per_gpu": ranks, "mps": mps_state(), "sm_percentage": sm_percentage()}
 
 
-def tells_of_broken_gpu(message: str) -> bool:
+def is_cuda_error(message: str) -> bool:
     """Whether an error may come from another process on the same GPU."""
     return any(sign in message for sign in ("CUDA error", "Cuda failure", "unhandled cuda error", "CUDA driver error"))
 

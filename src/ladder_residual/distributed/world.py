@@ -269,10 +269,10 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
     failure: str | None = None
     try:
         store, rank, size = _meet(timeout)
-        # A rank of `launch` is ended by it; elsewhere nobody would notice that a GPU waits for a peer that is gone.
-        watched = where.type == "cuda" and STORE not in os.environ
         names = dist.PrefixStore("liveness", store)
-        on_silence = _give_up if watched else None
+        on_silence = (
+            _give_up if where.type == "cuda" else None
+        )  # nobody else notices that a kernel waits for a peer that is gone
         liveness = LivenessCheck(names, rank, size, _master(), on_silence=on_silence, timeout=timeout)
         _form_group(store, rank, size, where, timeout)
         names = dist.PrefixStore("ranks", store)
@@ -283,6 +283,8 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         if sharing > 1 and world.is_main:
             print(shared_gpu.describe(sharing), file=sys.stderr, flush=True)
         yield world
+        if where.type == "cuda":
+            torch.cuda.synchronize(where)
         liveness.part()
         _leave_together(world, timeout)
     except PeerLost as error:
@@ -293,10 +295,10 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
     except RuntimeError as error:
         if sharing > 1 and "Duplicate GPU" in str(error):
             raise ValueError(shared_gpu.NCCL_REFUSES) from error
-        broken = sharing > 1 and shared_gpu.tells_of_broken_gpu(str(error))
+        broken = sharing > 1 and shared_gpu.is_cuda_error(str(error))
         if broken and liveness is not None and not (who := liveness.missing()).startswith(ALL_ANSWER):
             _give_up(f"{who}: MPS failed the ranks that share its GPU")
-        if not tells_of_lost_peer(str(error)):
+        if broken or not tells_of_lost_peer(str(error)):
             failure = _in_short(error)
             raise
         # What gloo and NCCL say of a vanished peer names sockets; say which of our ranks noticed, where, and who is missing.

@@ -120,6 +120,8 @@ class DecodeEngine:
             self.sizes, batch * longest, self._dtype.itemsize,
             in_place=self.reducer.name != "emulated" and self._planned.kind != "delayed",
         )  # fmt: skip
+        if isinstance(self._prompt_reducer, SymmetricPromptReducer):
+            need = max(0, need - self._prompt_reducer.kept_bytes)
         what = f"reading {batch} prompts of {longest} tokens at once"
         require(need, self.device, what, "lower the batch or shorten the prompts")
         ops = self.prefill_ops(self.spec, self.sizes, self.weights, self.cache, longest)

@@ -64,7 +64,7 @@ class Executor:
         self, plan: Plan, ops: Ops, reducer: EngineReducer, streams: Streams, *, rows: int, hidden: int, tp: int,
         dtype: torch.dtype, device: torch.device,
     ) -> None:  # fmt: skip
-        widest = max(len(step.adds) + len(step.adds_own) for step in (*plan.steps, plan.head))
+        widest = max(len(step.reads) for step in (*plan.steps, plan.head))
         assert widest <= MAX_ADDS, f"a step adds {widest} outputs, the kernels take {MAX_ADDS}"
         self.plan, self.ops, self.reducer, self.streams, self.tp = plan, ops, reducer, streams, tp
         self._residual_streams = [ResidualStream(rows, hidden, device) for _ in range(plan.num_chains)]

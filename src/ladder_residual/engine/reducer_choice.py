@@ -30,6 +30,10 @@ PROMPT_ROWS = 512  # tokens; the message by which `auto` chooses for prompts
 IN_A_ROW = 20  # all-reduces of a timed graph
 
 
+class NoSymmetricMemory(RuntimeError):
+    """At least one of the ranks has none; all of them know."""
+
+
 class Choice(NamedTuple):
     decode: EngineReducer
     prompts: EngineReducer
@@ -52,7 +56,7 @@ def choose_reducers(
     try:
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             candidates["symm"] = _symmetric_reducer(groups[0], dtype, device)
-    except RuntimeError as error:
+    except NoSymmetricMemory as error:
         problem = str(error)
     if has_nccl(groups[0]):
         candidates["nccl"] = NcclReducer(groups)
@@ -105,7 +109,7 @@ def time_all_reduce(
 
 
 def _symmetric_reducer(group: Any, dtype: torch.dtype, device: torch.device) -> SymmetricReducer:
-    """RuntimeError on every rank if one of them has no symmetric memory: the others must not wait for it in the next stage."""
+    """NoSymmetricMemory on every rank if one of them has none: the others must not wait for it in the next stage."""
     reducer: Any = None
     buffers: list[Tensor] = []
 
@@ -136,7 +140,7 @@ def _symmetric_reducer(group: Any, dtype: torch.dtype, device: torch.device) -> 
         works = torch.tensor([0 if problem else 1], device=device)
         dist.all_reduce(works, op=dist.ReduceOp.MIN, group=group)
         if not int(works):
-            raise RuntimeError(problem or "another rank has none")
+            raise NoSymmetricMemory(problem or "another rank has none")
     return reducer
 
 
@@ -160,7 +164,7 @@ def make_reducer(
         try:
             with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
                 return _symmetric_reducer(groups[0], dtype, device)
-        except RuntimeError as error:
+        except NoSymmetricMemory as error:
             if device.type == "cuda" and not has_nccl(groups[0]):
                 raise ValueError(f"no symmetric memory here ({error!s:.120}), and these ranks have no NCCL") from error
             warnings.warn(f"no symmetric memory here ({error!s:.120}); using NCCL", stacklevel=2)

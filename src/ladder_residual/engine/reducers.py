@@ -146,9 +146,16 @@ class SymmetricPromptReducer(SymmetricReducer):
 
     def shared_buffer(self, rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         index, self._taken = self._taken, self._taken + 1
-        if index == len(self._kept) or self._kept[index].shape[0] < rows:
-            self._kept[index : index + 1] = [super().shared_buffer(rows, hidden, dtype, device)]
+        if index == len(self._kept):
+            self._kept.append(super().shared_buffer(rows, hidden, dtype, device))
+        elif self._kept[index].shape[0] < rows:
+            self._kept[index] = self._kept[index][:0].clone()  # freed before there is a larger one
+            self._kept[index] = super().shared_buffer(rows, hidden, dtype, device)
         return self._kept[index][:rows]
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._kept)
 
 
 def _unwritten(rows: int, hidden: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -56,8 +56,13 @@ class Step:
         return f"{self.kind} {self.layer}"
 
     @property
+    def reads(self) -> tuple[int, ...]:
+        """Every output it adds, reduced or not."""
+        return (*self.adds, *self.adds_own)
+
+    @property
     def stores_stream(self) -> bool:
-        return bool(self.adds or self.adds_own) and not self.read_only
+        return bool(self.reads) and not self.read_only
 
 
 @dataclass(frozen=True)
@@ -94,7 +99,7 @@ class Plan:
         """Whether no QKV and no gate/up kernel reads an output or a stream that the kernel before it on the chain wrote (an MLP's stream
         is written by gate/up, two kernels before the next QKV). True for an interleaved step of ladder layers alone."""
         apart = all(
-            before.output not in step.adds and (before.read_only or before.kind == "mlp")
+            before.output not in step.reads and (before.read_only or before.kind == "mlp")
             for before, step in pairwise(self.steps)
         )
         return apart and self.num_chains == 1 and len(self._beside_mlp) == self.wiring.num_layers
@@ -104,13 +109,13 @@ class Plan:
     def _beside_mlp(self) -> frozenset[int]:
         pairs = pairwise(self.steps) if self.interleaved else ()
         layers = (pair for pair in pairs if (pair[0].kind, pair[1].kind) == ("attention", "mlp"))
-        return frozenset(attention.output for attention, mlp in layers if attention.output not in mlp.adds)
+        return frozenset(attention.output for attention, mlp in layers if attention.output not in mlp.reads)
 
     @cached_property
     def _consumers(self) -> dict[int, list[Step]]:
         found: dict[int, list[Step]] = {}
         for step in (*self.steps, self.head):
-            for output in (*step.adds, *step.adds_own):
+            for output in step.reads:
                 found.setdefault(output, []).append(step)
         return found
 

@@ -143,7 +143,7 @@ def load_model(
 
     def read(name: str, shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         tensor = read_parameter(checkpoint, name, shape, spec)
-        if allow_nonfinite or target.itemsize >= tensor.dtype.itemsize:
+        if allow_nonfinite or torch.finfo(target).max >= torch.finfo(tensor.dtype).max:
             return tensor.to(target)
         try:
             return cast_finite(name, tensor, target)
