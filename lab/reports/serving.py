@@ -61,8 +61,8 @@ def on_one_card(results: Mapping[str, Any]) -> list[str]:
     """What was measured on a GPU; the first section says how."""
     found: list[str] = []
     for title, reading, body in gpu_tables.sections(results.values()):
-        parts = ",".join(dict.fromkeys(part for result in results.values() for part in result["parts"]))
-        command = "" if found else f"python -m lab.serving.gpu --out results/serve/gpu.json --parts {parts}"
+        runs = (f"--out results/serve/{name}.json --parts {','.join(result['parts'])}" for name, result in results.items())
+        command = "" if found else "` and `".join(f"python -m lab.serving.gpu {run}" for run in runs)
         made = "" if found else conditions(*(result["environment"] for result in results.values()))
         found.append(section(title, reading, body, command=command, made=made))
     return found

@@ -173,7 +173,7 @@ def test_commands_on_a_full_or_read_only_disk(demo_dir, small_disk, tmp_path):
 
 
 def test_campaigns_refuse_what_they_do_not_know():
-    with pytest.raises(ValueError, match="choose from generate, train"):
+    with pytest.raises(ValueError, match="choose from generate, generate-gpu, train"):
         faults("sleep")
 
 

@@ -310,9 +310,19 @@ def _read_rows(results: Results, document: Mapping[str, Any], file: Path) -> Non
     rows = _rows(document)
     columns = tuple(dict.fromkeys(k for row in rows for k, v in row.items() if isinstance(v, str | int | float | type(None))))
     cells = tuple(tuple(cell(row.get(column)) for column in columns) for row in rows)
-    label = "emulated" if "emulated" in json.dumps(document)[:4000] else "measured"
+    emulated = document["emulated"] if "emulated" in document else "emulated" in json.dumps(document)[:4000]
+    label = "emulated" if emulated else "measured"
     title = f"{readable(str(document.get('benchmark', 'Results')))}: {file.stem}"
     results.tables.append(Table(title, label, facts_of(document), tuple(map(heading, columns)), cells))
+
+
+def _read_parts(results: Results, document: Mapping[str, Any], file: Path) -> None:
+    """Several measurements of one run, each with rows of its own, or with what each of its models counted."""
+    rows = []
+    for name, part in document["parts"].items():
+        rows += [{"part": name, **row} for row in part["rows"]]
+        rows += [{"part": name, "model": model, **counts} for model, counts in part.get("tokens", {}).items()]
+    _read_rows(results, {**document, **document.get("environment", {}), "rows": rows}, file)
 
 
 def _rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -353,5 +363,6 @@ KINDS = (
         lambda d: "points" in d or (d.get("benchmark") == "decode" and d.get("emulated")),
         _read_emulated,
     ),
+    Kind("run of several parts", lambda d: isinstance(d.get("parts"), dict), _read_parts),
     Kind("list of rows", _rows, _read_rows),
 )
