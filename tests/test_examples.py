@@ -37,10 +37,24 @@ def test_a_script_runs(name, capsys, monkeypatch, tmp_path):
 
 @slow
 def test_a_script_of_your_own_runs_under_torchrun(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", FOLDER / "tensor_parallel.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--redirects",
+        "1",
+    ]  # a file each: one pipe mixes
+    command += ["--log-dir", "logs", FOLDER / "tensor_parallel.py"]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr[-2000:]
-    said = dict(re.findall(r"rank (\d) of 2: 130,368 weights, next token (.+)", done.stdout))
+    said = dict(
+        re.findall(
+            r"rank (\d) of 2: 130,368 weights, next token (.+)",
+            done.stdout + "".join(file.read_text() for file in tmp_path.rglob("stdout.log")),
+        )
+    )
     assert set(said) == {"0", "1"}
     assert said["0"] == said["1"]
 
