@@ -87,7 +87,7 @@ def _listening_addresses(run):
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=False, reason="rank 0 may be told before rank 1 has said that it ran out of memory")
+@pytest.mark.xfail(strict=False, reason="a forked rank without memory ends before it has written its message")
 def test_a_rank_out_of_memory_is_named(job):
     outcome = generate_faults.out_of_memory(job)
     assert outcome.as_documented, outcome.wrong
