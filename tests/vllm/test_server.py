@@ -201,7 +201,10 @@ print("imported", *sorted(set(sys.modules) - before))
     line = next(line for line in done.stdout.splitlines() if line.startswith("imported "))
     imported = set(line.split()[1:])
     assert "ladder_residual.vllm_plugin.routing" in imported
-    ours = {f"ladder_residual.{name}" for name in ("vllm_plugin.models", "models.hf", "core.wiring", "generation", "engine", "distributed")}
+    ours = {
+        f"ladder_residual.{name}"
+        for name in ("vllm_plugin.models", "models.hf", "core.wiring", "generation", "engine", "distributed")
+    }
     assert not imported & ours
     others = {name for name in imported if name.startswith(("torch.", "transformers.models.", "triton."))}
     assert not others
