@@ -1,7 +1,10 @@
 """Every way to all-reduce gives the same result, in bfloat16 within the stated bound."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from ladder_residual import rewire
 from ladder_residual.models.loading import shard_model
@@ -17,9 +20,11 @@ def logits_agree(world):
         "sockets": {"kind": "async"},
         "gloo": {"kind": "async", "small_allreduce_bytes": 0},
         "latency": {"kind": "async", "latency": 1e-4},
+        "two groups": {"kind": "async", "small_allreduce_bytes": 0},
     }.items():
         model = rewire(tiny_model("llama"), "ladder")
-        shard_model(model, world, reducer=world.reducer(**options))
+        ranks = replace(world, second=dist.new_group()) if kind == "two groups" else world
+        shard_model(model, ranks, reducer=ranks.reducer(**options))
         with torch.no_grad():
             logits[kind] = model(**inputs).logits
     return {kind: relative(value, logits["blocking"]) for kind, value in logits.items()}
@@ -28,8 +33,10 @@ def logits_agree(world):
 def results_agree(world):
     """All-reduces alone: odd sizes, one element, none, a big one, several under way."""
     errors = {}
-    for name, options in {"sockets": {}, "gloo": {"small_allreduce_bytes": 0}}.items():
-        reducer = world.reducer("async", **options)
+    gloo = {"small_allreduce_bytes": 0}
+    with_second = replace(world, second=dist.new_group())  # as on GPUs
+    for name, (ranks, options) in {"sockets": (world, {}), "gloo": (world, gloo), "two groups": (with_second, gloo)}.items():
+        reducer = ranks.reducer("async", **options)
         for shape in [(1,), (0,), (5, 7), (3, 1, 129), (400_000,)]:
             parts = [torch.randn(shape, generator=torch.Generator().manual_seed(rank)) for rank in range(world.size)]
             pendings = [reducer.start(parts[world.rank] * k) for k in (1, 2, 3)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,9 @@ import torch
 from torch import Tensor
 
 from ladder_residual.core.reduce import CompletedWork, Reducer, ReduceWork
-from ladder_residual.vllm_plugin.communicator import ChoosingReducer
+from ladder_residual.vllm_plugin.communicator import ChoosingReducer, SideStreamReducer
 from ladder_residual.vllm_plugin.overlap import ALWAYS, NEVER, VARIABLE, Overlap, asked, decide, module_bytes, token_counts
-from ladder_residual.vllm_plugin.versions import note_in_compile_cache
+from ladder_residual.vllm_plugin.versions import graphs_for_decode_only, note_in_compile_cache, second_nccl
 
 
 def test_it_pays_where_the_mean_over_ranks_is_shorter() -> None:
@@ -85,3 +86,54 @@ def test_the_choice_is_part_of_the_compile_cache() -> None:
 
     assert hashed(True) == hashed(True)
     assert hashed(True) != hashed(False)
+
+
+class Nccl:
+    """As vLLM's communicator: made from a group and a device, it reduces tensors."""
+
+    disabled = False
+
+    def __init__(self, group: Any = None, device: Any = None) -> None:
+        self.made_from = group, device
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return 2 * tensor
+
+
+@pytest.mark.parametrize(
+    ("others", "is_there"),
+    [
+        ({}, True),
+        ({"ca_comm": SimpleNamespace(disabled=True), "symm_mem_comm": None}, True),
+        ({"ca_comm": SimpleNamespace(disabled=False)}, False),
+        ({"fi_ar_comm": SimpleNamespace()}, False),
+        ({"pynccl_comm": None}, False),
+    ],
+)
+def test_a_second_communicator_only_where_nccl_reduces_everything(others: dict[str, Any], is_there: bool) -> None:
+    """vLLM's other all-reduces serve one at a time."""
+    device = SimpleNamespace(**({"pynccl_comm": Nccl()} | others))
+    all_reduce = second_nccl(SimpleNamespace(device_communicator=device, cpu_group="gloo", device="cuda:0"))
+    assert (all_reduce is not None) == is_there
+    if all_reduce is not None:
+        assert all_reduce.__self__.made_from == ("gloo", "cuda:0")  # type: ignore[attr-defined]
+
+
+def test_two_communicators_take_turns() -> None:
+    names: list[str] = []
+    reducer = object.__new__(SideStreamReducer)
+    reducer.streams = deque([Named(names, "vLLM's"), Named(names, "second")])  # type: ignore[arg-type]
+    for _ in range(4):
+        reducer.launch(torch.zeros(1, 8)).wait()
+    assert names == ["vLLM's", "second"] * 2
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [("FULL_AND_PIECEWISE", "FULL_DECODE_ONLY"), ("PIECEWISE", "PIECEWISE"), ("NONE", "NONE")]
+)
+def test_prompts_leave_piecewise_graphs(before: str, after: str) -> None:
+    from vllm.config import CompilationConfig, CUDAGraphMode
+
+    compilation = CompilationConfig(cudagraph_mode=CUDAGraphMode[before])
+    graphs_for_decode_only(SimpleNamespace(compilation_config=compilation))
+    assert compilation.cudagraph_mode == CUDAGraphMode[after]

@@ -163,9 +163,13 @@ class GroupReducer(Reducer):
 
     def all_reduce(self, partial: Tensor) -> ReduceWork:
         buffer = partial.clone(memory_format=torch.contiguous_format)  # never write into what the module returned
-        work = dist.all_reduce(buffer, group=self.group, async_op=True)
+        work = dist.all_reduce(buffer, group=self.next_group(), async_op=True)
         assert work is not None
         return _GroupWork(work, buffer, self)
+
+    def next_group(self) -> dist.ProcessGroup | None:
+        """Of the all-reduce that is launched next; the same on every rank."""
+        return self.group
 
     def gather(self, local: Tensor) -> Tensor:
         return _Gather.apply(local, self)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -67,7 +68,8 @@ class AsyncReducer(GroupReducer):
 
     With ``sockets`` (CPU hosts), partials of at most ``small_allreduce_bytes`` are gathered over sockets and added locally: one
     network trip instead of two, and no helper thread. ``comm_dtype`` is one of ``COMM_DTYPES``. A rank rounds its own partial like
-    the others', so that all ranks hold the same result.
+    the others', so that all ranks hold the same result. ``second`` is another group of the same ranks: the two take turns, because
+    NCCL runs the all-reduces of one group one after the other.
     """
 
     def __init__(
@@ -76,8 +78,10 @@ class AsyncReducer(GroupReducer):
         sockets: PeerSockets | None = None,
         small_allreduce_bytes: int | None = None,
         comm_dtype: str = "same",
+        second: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(group)
+        self._turns = deque([group] if second is None else [group, second])
         if comm_dtype not in COMM_DTYPES:
             raise ValueError(f"unknown comm_dtype {comm_dtype!r}; choose {' or '.join(COMM_DTYPES)}")
         self.comm_dtype = COMM_DTYPES[comm_dtype]
@@ -94,6 +98,10 @@ class AsyncReducer(GroupReducer):
         if self.sockets is not None and self._is_small(message):
             return _SocketWork(self.sockets, *self.sockets.start_all_gather(message), dtype)
         return _CastWork(self.all_reduce(message), dtype) if rounded else self.all_reduce(message)
+
+    def next_group(self) -> dist.ProcessGroup | None:
+        self._turns.rotate(-1)
+        return self._turns[-1]
 
     def gather_parts(self, local: Tensor) -> list[Tensor]:
         if self.sockets is None or not self._is_small(local):

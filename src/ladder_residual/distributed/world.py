@@ -72,6 +72,7 @@ class World:
     size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     group: dist.ProcessGroup | None = None
+    second: dist.ProcessGroup | None = None  # GPUs: the same ranks again, so that two all-reduces run at a time
     sockets: PeerSockets | None = None  # CPU hosts: for small messages
     store: Any = None  # of this use of the group: nothing of an earlier one is in it
     ranks_per_gpu: int = 1  # above 1 they share it
@@ -108,7 +109,7 @@ class World:
             return GroupReducer(self.group)
         if latency:
             return LatencyReducer(self.group, self.sockets, small_allreduce_bytes, comm_dtype, seconds=latency)
-        return AsyncReducer(self.group, self.sockets, small_allreduce_bytes, comm_dtype)
+        return AsyncReducer(self.group, self.sockets, small_allreduce_bytes, comm_dtype, self.second)
 
     def drain(self) -> None:
         """Before this rank waits for the group itself: its small messages come first, or a peer might wait for them forever."""
@@ -278,7 +279,8 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
         names = dist.PrefixStore("ranks", store)
         if where.type == "cpu":
             sockets = _connect(names, timeout)
-        world = World(rank, size, where, dist.group.WORLD, sockets, names, sharing)
+        second = dist.new_group(timeout=timedelta(seconds=timeout)) if where.type == "cuda" else None
+        world = World(rank, size, where, dist.group.WORLD, second, sockets, names, sharing)
         _joined.append(world)
         if sharing > 1 and world.is_main:
             print(shared_gpu.describe(sharing), file=sys.stderr, flush=True)

@@ -110,6 +110,7 @@ def arranged(world: World, timeout: float, tp: int, dp: int | None) -> Iterator[
             size=tp,
             device=world.device,
             group=mesh[TP].get_group(),
+            second=_second_group(mesh, timeout) if world.device.type == "cuda" and tp > 1 else None,
             sockets=world.sockets if dp == 1 else None,
             store=dist.PrefixStore(f"tp{mesh[DP].get_local_rank()}", world.store) if world.store is not None else None,
         )
@@ -117,3 +118,9 @@ def arranged(world: World, timeout: float, tp: int, dp: int | None) -> Iterator[
     finally:
         if alone:
             dist.destroy_process_group()
+
+
+def _second_group(mesh: DeviceMesh, timeout: float) -> dist.ProcessGroup | None:
+    """Of this rank's tensor-parallel ranks. All ranks make all such groups, in the same order."""
+    made = [dist.new_group(ranks, timeout=timedelta(seconds=timeout)) for ranks in mesh.mesh.tolist()]
+    return made[mesh[DP].get_local_rank()]

@@ -7,6 +7,7 @@ CUDA: vLLM's own all-reduce, on a side stream where that pays (``overlap.py``).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from ..core.reduce import CompletedWork, Reducer, ReduceWork
 from ..distributed.reducers import AsyncReducer
 from ..distributed.sockets import PeerSockets
 from .overlap import ALWAYS, NEVER, VARIABLE, Overlap, asked, measure, module_bytes
+from .versions import graphs_for_decode_only, second_nccl
 
 logger = init_logger("vllm.ladder_residual")
 
@@ -52,16 +54,12 @@ class InLineReducer(Reducer):
         return CompletedWork(self.group._all_reduce_out_place(partial))
 
 
-class SideStreamReducer(InLineReducer):
-    """vLLM's all-reduce on a stream of its own, so that the main stream goes on computing.
+class _SideStream:
+    """One communicator and the stream of its all-reduces, which run one after the other."""
 
-    No ``record_stream``: the partial stays referenced until the boundary that waits, and the side stream waits for the main one at
-    each start, hence after every read of the result whose memory it may reuse. Its priority is high: an all-reduce of few blocks then
-    starts as soon as any block of the module beside it ends.
-    """
-
-    def __init__(self, group: GroupCoordinator) -> None:
-        super().__init__(group)
+    def __init__(self, all_reduce: Callable[[Tensor], Tensor]) -> None:
+        self.all_reduce = all_reduce
+        # An all-reduce of few blocks starts as soon as any block of the module beside it ends.
         self.stream = torch.cuda.Stream(priority=-1)
         self.ready = torch.cuda.Event()
         self.events: deque[torch.cuda.Event] = deque()
@@ -70,7 +68,7 @@ class SideStreamReducer(InLineReducer):
         self.ready.record()
         with torch.cuda.stream(self.stream):
             self.stream.wait_event(self.ready)
-            result = self.group._all_reduce_out_place(partial)
+            result = self.all_reduce(partial)
             done = self._event()
             done.record(self.stream)
         return _SideStreamWork(result, done)
@@ -82,6 +80,26 @@ class SideStreamReducer(InLineReducer):
         else:
             self.events.rotate(-1)
         return self.events[-1]
+
+
+class SideStreamReducer(Reducer):
+    """vLLM's all-reduce on a stream of its own, so that the main stream goes on computing.
+
+    Where NCCL reduces every message, two communicators take turns: over a slow link the next all-reduce then need not wait for the one
+    before it.
+
+    No ``record_stream``: the partial stays referenced until the boundary that waits, and a side stream waits for the main one at
+    each start, hence after every read of the result whose memory it may reuse.
+    """
+
+    def __init__(self, group: GroupCoordinator) -> None:
+        self.size, self.rank = group.world_size, group.rank_in_group
+        second = second_nccl(group)
+        self.streams = deque(_SideStream(each) for each in (group._all_reduce_out_place, second) if each is not None)
+
+    def launch(self, partial: Tensor) -> ReduceWork:
+        self.streams.rotate(-1)
+        return self.streams[-1].launch(partial)
 
 
 class ChoosingReducer(Reducer):
@@ -102,24 +120,28 @@ class Communicator:
         self.group = group
         self.in_flight: deque[ReduceWork] = deque()
         self.cuda = current_platform.is_cuda_alike()
-        self.overlap = ALWAYS
+        self.overlap = NEVER if self.cuda else ALWAYS
         self.timed_graphs: list[torch.cuda.CUDAGraph] = []
-        self.reducer: Reducer = SideStreamReducer(group) if self.cuda else _cpu_reducer(group)
+        self.reducer: Reducer = InLineReducer(group) if self.cuda else _cpu_reducer(group)
 
     def choose_overlap(self, vllm_config: Any) -> None:
         """As ``VLLM_LADDER_OVERLAP`` says, or on CUDA by measurement, by all ranks together. A CPU's always pay."""
         mode = asked()
-        if mode == "never":
-            self.overlap = NEVER
         if self.cuda:
-            in_line, beside = InLineReducer(self.group), SideStreamReducer(self.group)
-            if is_symmetric_memory_enabled():  # of NCCL: its memory is for vLLM's own graphs and for the main stream
-                self.overlap = NEVER
-            elif mode == "auto":
-                self.overlap = self._measured(vllm_config, in_line, beside)
-            self.reducer = ChoosingReducer(in_line, beside, self.overlap)
+            self._choose_on_cuda(mode, vllm_config)
+        elif mode == "never":
+            self.overlap = NEVER
         if self.group.rank_in_group == 0:
             logger.info("All-reduces run %s (%s=%s)", self.overlap, VARIABLE, mode)
+
+    def _choose_on_cuda(self, mode: str, vllm_config: Any) -> None:
+        if mode == "never" or is_symmetric_memory_enabled():  # of NCCL: its memory is for vLLM's own graphs and the main stream
+            return
+        in_line, beside = InLineReducer(self.group), SideStreamReducer(self.group)
+        self.overlap = ALWAYS if mode == "always" else self._measured(vllm_config, in_line, beside)
+        self.reducer = ChoosingReducer(in_line, beside, self.overlap)
+        if self.overlap.of(vllm_config.compilation_config.max_cudagraph_capture_size or 1):
+            graphs_for_decode_only(vllm_config)
 
     def _measured(self, vllm_config: Any, in_line: Reducer, beside: Reducer) -> Overlap:
         model, compilation = vllm_config.model_config, vllm_config.compilation_config

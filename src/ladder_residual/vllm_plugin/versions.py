@@ -92,6 +92,29 @@ def runs_two_batches(parallel_config: Any) -> bool:
     return checked(parallel_config, "use_ubatching")
 
 
+# What vLLM's CUDA communicator tries before NCCL, by message size.
+OTHER_ALL_REDUCES = ("qr_comm", "fi_ar_comm", "aiter_ar_comm", "ca_comm", "symm_mem_comm")
+
+
+def second_nccl(group: Any) -> Callable[[Any], Any] | None:
+    """The all-reduce of another NCCL communicator of the same ranks; None where NCCL does not reduce every message."""
+    device = group.device_communicator
+    nccl, others = getattr(device, "pynccl_comm", None), [getattr(device, name, None) for name in OTHER_ALL_REDUCES]
+    if nccl is None or nccl.disabled or any(other is not None and not getattr(other, "disabled", False) for other in others):
+        return None
+    return type(nccl)(group=group.cpu_group, device=group.device).all_reduce
+
+
+def graphs_for_decode_only(vllm_config: Any) -> None:
+    """Prompts without CUDA graphs: a piecewise graph ends at attention, and no all-reduce can be in flight there."""
+    from vllm.config import CUDAGraphMode
+
+    compilation = vllm_config.compilation_config
+    if checked(compilation, "cudagraph_mode") == CUDAGraphMode.FULL_AND_PIECEWISE:
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+        logger.info("CUDA graphs for decode alone: prompts then hide both all-reduces of a layer")
+
+
 def note_in_compile_cache(vllm_config: Any, name: str, value: Any) -> None:
     """Graphs compiled for another value are not used: vLLM's cache goes by its config, which does not know what the plugin chose."""
     noted = checked(vllm_config, "additional_config")
