@@ -28,19 +28,30 @@ def faults(
     ] = "all",
     seed: Annotated[int, typer.Option(help="Of victims and moments.")] = 0,
     timeout: Annotated[float, typer.Option(help="--timeout of the runs.")] = 10.0,
+    jobs: Annotated[
+        int, typer.Option(help="Campaigns at a time that share out the random kills; more than one tries no other faults.")
+    ] = 1,
     out: Annotated[Path | None, typer.Option(help="Write the JSON here as well.")] = None,
 ) -> None:
     """Kill, stop, starve and cut off ranks of real runs; the last line is the result as JSON."""
-    from lab.faults.campaign import CAMPAIGNS, run_campaign
+    from lab.faults.campaign import CAMPAIGNS, WRITERS, run_campaign, run_kills_in_parallel
 
     if what not in CAMPAIGNS:
         raise ValueError(f"--what {what!r}: choose from {', '.join(CAMPAIGNS)}")
     if rounds < 0:
         raise ValueError(f"--rounds must not be negative, got {rounds}")
+    if jobs < 1 or (jobs > 1 and (jobs > rounds or what in WRITERS)):
+        raise ValueError(
+            f"--jobs {jobs}: between 1 and --rounds ({rounds}), and 1 for {' and '.join(WRITERS)}, whose moments are counted"
+        )
     from ladder_residual.common.environment import environment
 
     with tempfile.TemporaryDirectory(prefix="ladder-faults-") as scratch:
-        result = run_campaign(what, Path(scratch), rounds=rounds, named=named, seed=seed, timeout=timeout, report=_report)
+        shared: dict[str, Any] = {"rounds": rounds, "seed": seed, "timeout": timeout, "report": _report}
+        if jobs > 1:
+            result = run_kills_in_parallel(what, Path(scratch), jobs=jobs, **shared)
+        else:
+            result = run_campaign(what, Path(scratch), named=named, **shared)
     result |= environment()
     print(
         f"{result['kills_as_documented']} of {result['kills']} random kills and {result['named_as_documented']} of {result['named']} other "

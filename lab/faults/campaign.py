@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import random
 from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,12 +31,36 @@ def run_campaign(
     kills = [_reported(outcome, report) for outcome in _first(rounds, attempts, what)]
     not_tried = {name: why for name, why, _ in faults if name in chosen and why}
     others = [_reported(how(), report) for name, why, how in faults if name in chosen and not why]
+    about = {"what": what, "undisturbed_s": duration, "timeout_s": timeout, "seed": seed}
+    return _result(about, kills, others, not_tried)
+
+
+def run_kills_in_parallel(
+    what: str, directory: Path, *, rounds: int, jobs: int, seed: int, timeout: float, report: Report = lambda row: None
+) -> dict[str, Any]:
+    """``jobs`` campaigns at a time share out the kills, each in a process and a directory of its own, with seeds that follow ``seed``."""
+    shares = [rounds // jobs + (number < rounds % jobs) for number in range(jobs)]
+    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
+        started = [
+            pool.submit(run_campaign, what, directory / str(job), rounds=share, named="none", seed=seed + job, timeout=timeout)
+            for job, share in enumerate(shares)
+        ]
+        found = []
+        for each in as_completed(started):
+            found.append(each.result())
+            for row in found[-1]["rows"]:
+                report(row)
+    found.sort(key=lambda result: result["seed"])
+    about = {name: found[0][name] for name in ("what", "undisturbed_s", "timeout_s", "seed")}
+    return _result(about | {"jobs": jobs}, [row for result in found for row in result["rows"]], [], {})
+
+
+def _result(
+    about: dict[str, Any], kills: list[dict[str, Any]], others: list[dict[str, Any]], not_tried: dict[str, str]
+) -> dict[str, Any]:
     return {
         "benchmark": "faults",
-        "what": what,
-        "undisturbed_s": duration,
-        "timeout_s": timeout,
-        "seed": seed,
+        **about,
         "kills": len(kills),
         "kills_as_documented": sum(row["as_documented"] for row in kills),
         "named": len(others),

@@ -23,6 +23,7 @@ from ladder_residual.engine import DecodeEngine, EngineSpec, RankSizes, random_w
 from ladder_residual.engine.ops.tiles import GemvTiles
 from ladder_residual.engine.reducer_choice import choose_reducers
 from ladder_residual.engine.schedule import available_schedules
+from ladder_residual.engine.weights import RankWeights
 from tests.engine.reference import ReferenceDecoder
 from tests.gpu.test_engine_gpu import SHAPE, TOLERANCE, relative
 
@@ -55,24 +56,17 @@ def logits_of_every_wiring(world: World, groups: tuple) -> tuple[float, int]:
     """The worst relative error over reducers, wirings, schedules and batches: a prompt and two steps after it, against the float32
     reference that holds every rank's shard."""
     spec = EngineSpec.from_shape(SMALL)
-    made = [
-        stack_weights(
-            spec, RankSizes.of(SMALL, world.size, rank), random_weights(spec, world.size, rank, torch.bfloat16, "cuda")
-        )
-        for rank in range(world.size)
-    ]
+    made = weights_of_all_ranks(spec, world)
     sizes = RankSizes.of(SMALL, world.size, world.rank)
-    worst, count = 0.0, 0
     generator = torch.Generator("cuda").manual_seed(0)
-    for spec_text, batch in itertools.product(WIRINGS, BATCHES):
+    cases = [
+        (text, batch, torch.randint(0, SMALL.vocab_size, (batch, 72), generator=generator, device="cuda"))
+        for text, batch in itertools.product(WIRINGS, BATCHES)
+    ]
+    references = reference_logits(spec, made, cases, world, groups[0])
+    worst, count = 0.0, 0
+    for (spec_text, batch, tokens), expected in zip(cases, references, strict=True):
         wiring = Wiring.parse(spec_text, SMALL.num_layers)
-        tokens = torch.randint(0, SMALL.vocab_size, (batch, 72), generator=generator, device="cuda")
-        reference = ReferenceDecoder(spec, wiring, made, tp=world.size)
-        lengths = (70, 1, 1)
-        expected, at = [], 0
-        for length in lengths:
-            expected.append(reference.forward(tokens[:, at : at + length])[:, -1])
-            at += length
         for reducer, schedule in itertools.product(("symm", "nccl"), available_schedules(wiring)):
             tiles = GemvTiles.candidates(sizes, 80)[0] if batch == 1 and schedule != "interleaved" else None
             engine = DecodeEngine(
@@ -91,16 +85,37 @@ def logits_of_every_wiring(world: World, groups: tuple) -> tuple[float, int]:
     return worst, count
 
 
+def weights_of_all_ranks(spec: EngineSpec, world: World) -> list[RankWeights]:
+    return [
+        stack_weights(
+            spec, RankSizes.of(spec.shape, world.size, rank), random_weights(spec, world.size, rank, torch.bfloat16, "cuda")
+        )
+        for rank in range(world.size)
+    ]
+
+
+def reference_logits(
+    spec: EngineSpec, made: list[RankWeights], cases: list, world: World, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """(3, batch, vocabulary) of each case; each rank computes a share of them and hands it to the others."""
+    found = []
+    for number, (spec_text, batch, tokens) in enumerate(cases):
+        logits = torch.empty(3, batch, spec.shape.vocab_size, device="cuda")
+        if number % world.size == world.rank:
+            reference = ReferenceDecoder(spec, Wiring.parse(spec_text, spec.shape.num_layers), made, tp=world.size)
+            for at, part in enumerate((tokens[:, :70], tokens[:, 70:71], tokens[:, 71:])):
+                logits[at] = reference.forward(part)[:, -1]
+        found.append(logits)
+    for number, logits in enumerate(found):
+        dist.broadcast(logits, number % world.size, group=group)
+    return found
+
+
 def prompts_of_many_lengths(world: World, groups: tuple) -> float:
     """Symmetric buffers of prompts are used again, in one shot and in two, and a width that ranks do not divide into whole vectors."""
     shape = replace(SMALL, hidden_size=576, num_layers=2)
     spec = EngineSpec.from_shape(shape)
-    made = [
-        stack_weights(
-            spec, RankSizes.of(shape, world.size, rank), random_weights(spec, world.size, rank, torch.bfloat16, "cuda")
-        )
-        for rank in range(world.size)
-    ]
+    made = weights_of_all_ranks(spec, world)
     wiring = Wiring.parse("ladder", shape.num_layers)
     engine = DecodeEngine(
         spec, wiring, made[world.rank], tp=world.size, rank=world.rank, reducer="symm", groups=groups, batch=2, max_context=700
