@@ -90,7 +90,7 @@ MISTAKES = [
     ("generate model.gguf -p x", "model.gguf is a GGUF file", "use the safetensors"),
     ("generate gguf -p x", "only GGUF weights (q4.gguf)", "use the safetensors"),
     ("generate pickled -p x", "only pickled weights (pytorch_model.bin)", "save_pretrained"),
-    ("generate quantised -p x", "quantised is quantised", "dequantise it first"),
+    ("generate quantised -p x", "quant_method is 'bitsandbytes'", "supported: fp8 of compressed-tensors"),
     ("generate remote -p x", "'mystery' comes with Python code of its own", "supported: "),
     ("generate bert -p x", "unknown family: model_type 'bert'", "supported: "),
     ("generate typo -p x", "model_type 'lama'", "did you mean 'llama'"),
@@ -182,7 +182,7 @@ def answers(demo_dir, tmp_path_factory):
     model("pinned", model_type="ladder_llama", wiring="desync-2x@2")
     model("gguf", drop=["*.safetensors"], add=["q4.gguf"])
     model("pickled", drop=["*.safetensors"], add=["pytorch_model.bin"])
-    model("quantised", quantization_config={"bits": 4})
+    model("quantised", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     model("remote", model_type="mystery", auto_map={"AutoModelForCausalLM": "modeling_mystery.Mystery"})
     model("bert", model_type="bert")
     model("typo", model_type="lama")
