@@ -25,9 +25,7 @@ def inspect(source: Source, as_json: Json = False) -> None:
     console.print(f"parameters  {result['parameters']:,} in {result['dtype']}", highlight=False)
     quantised = result["quantization"]
     if quantised:
-        console.print(
-            f"quantised   {quantised['description']}, {quantised['bits']} bits; loads as {result['dtype']}", highlight=False
-        )
+        console.print(f"quantised   {quantised['description']}", highlight=False)
     sizes = {"weights per rank": "weight_bytes"}
     if quantised:
         sizes = {"weights per rank": "stored_bytes", "dequantised": "weight_bytes"}

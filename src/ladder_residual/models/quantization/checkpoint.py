@@ -14,7 +14,7 @@ from ..sharding import ShardSpec, shard_of
 from .awq import Awq
 from .fp8 import Fp8
 from .gptq import Gptq
-from .layout import Layout, Stored
+from .layout import PLAIN, Layout, Stored
 from .packed_int4 import PackedInt4
 from .spec import QuantSpec, read_spec
 
@@ -82,7 +82,14 @@ class QuantizedCheckpoint(Checkpoint):
         return found
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self.weights[name].shape if name in self.weights else super().shape(name)
+        if name in self.weights:
+            return self.weights[name].shape
+        if (dtype := self.stored(name)[1]) not in PLAIN:
+            raise ValueError(
+                f"{self.directory / self.files[name]}: {name} is stored as {dtype} and belongs to no weight in {self.spec.describe()}: "
+                f"formats are mixed, which is not supported, or a tensor of that weight is missing"
+            )
+        return super().shape(name)
 
     def read(self, name: str, spec: ShardSpec | None = None) -> Tensor:
         """In float32 where it is quantised."""

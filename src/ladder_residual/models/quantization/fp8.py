@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import SCALES, Cut, Layout, Stored, expect, scaled_down, take
+from .layout import PLAIN, SCALES, Cut, Layout, Stored, expect, scaled_down, take
 from .spec import QuantSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 DTYPE = "F8_E4M3"
-PLAIN = ("F64", "F32", "F16", "BF16")
 
 
 class Fp8(Layout):

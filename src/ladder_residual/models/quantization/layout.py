@@ -16,6 +16,7 @@ from .spec import QuantSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
+PLAIN = ("F64", "F32", "F16", "BF16")
 SCALES = ("F32", "F16", "BF16")
 NIBBLES = 8  # int4 numbers in an int32
 Cut = dict[str, ShardSpec | None]  # of each tensor; None keeps all of it

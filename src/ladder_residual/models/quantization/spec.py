@@ -80,7 +80,7 @@ def _fixed(fields: Mapping[str, Any], **expected: Any) -> None:
     for name, value in expected.items():
         allowed = value if isinstance(value, tuple) else (value,)
         if name in fields and not any(fields[name] == one and type(fields[name]) is type(one) for one in allowed):
-            words = " or ".join(repr(one) for one in dict.fromkeys(allowed))
+            words = " or ".join(repr(one) for one in allowed if one or one is False) or "none"
             raise ValueError(f"{name} is {fields[name]!r:.80}, supported is {words}")
 
 
