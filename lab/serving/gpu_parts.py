@@ -193,7 +193,6 @@ PARTS = {
             [
                 small("wirings-hybrid", "ladder:last-half", 2, "ipc", overlap="always"),
                 small("wirings-parallel", "parallel", 2, "ipc", overlap="always", model="small-parallel"),
-                small("wirings-delayed", "delayed-1", 2, "ipc", overlap="always"),
             ],
             judge=Judge(),
         ),
