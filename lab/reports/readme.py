@@ -25,8 +25,8 @@ def measured_table() -> str:
         _row("decode step of Llama-3.1-8B on a GPU, batch 1", "NCCL over sockets", one, "real-ranks", reducer="nccl"),
         _row("the same, batch 16", "NCCL over sockets", sixteen, "real-ranks", reducer="nccl"),
         _row("the same, batch 1", "symmetric memory, 5 us", one, "real-ranks", reducer="symm"),
+        _row("vLLM on a GPU, Llama-3.1-8B, a token at batch 16", "NCCL over sockets", _vllm(served, "batch 16"), "serving"),
         _row("decode step of SmolLM2-135M, batch 8", "1 ms, 1 Gbit/s", smollm2, "hosts", link="1 ms, 1 Gbit/s", phase="decode"),
-        _row("vLLM server, time per token, one request at a time", _one_way(served["cpu-tp2"]), served["cpu-tp2"], "serving", rate="one"),
         _row("training step, six layers of a 1B model", "5 ms, 100 Mbit/s", trained["cpu-tp2-100mbit"], "training"),
     ]  # fmt: skip
     return table(["two ranks", "link", "standard", "ladder", "speed-up", "details"], rows)
@@ -39,9 +39,13 @@ def _row(what: str, over: str, result: Mapping[str, Any], page: str, **wanted: o
     return [what, over, *times, f"**{ratio:.2f}x**", f"[{page}](docs/results/{page}.md)"]
 
 
+def _vllm(served: Mapping[str, Any], measurement: str) -> dict[str, Any]:
+    """vLLM's own model and the plugin in the part with NCCL, as rows."""
+    times = next(row["ms"] for row in served["gpu-nccl-tp1"]["parts"]["nccl"]["rows"] if row["name"] == measurement)
+    own, ladder = times["nccl-own"], times["nccl-ladder"]
+    rows = [{"wiring": "standard", "ms": own}, {"wiring": "ladder", "ms": ladder, "over_standard": own / ladder}]
+    return {"rows": rows}
+
+
 def _milliseconds(row: Mapping[str, Any]) -> float:
     return float(next(row[name] for name in ("median_ms", "tpot_ms", "ms") if name in row))
-
-
-def _one_way(result: Mapping[str, Any]) -> str:
-    return str(result["link"]).removesuffix(" one way")

@@ -13,6 +13,7 @@ an equal share of its SMs ([../sharing-a-gpu.md](../sharing-a-gpu.md)). They sha
 milliseconds with those of other cards. *symm* is torch symmetric memory, *nccl* is NCCL over TCP sockets (loopback)."""
 RUN = "python -m lab.runs.engine_real_ranks --parts"
 DECODE = ("8b-tp2", "8b-tp2-batch16", "8b-tp4")
+MORE = ("8b-tp2-prefill", "8b-tp2-e2e")
 TRANSPORTS = {"symm": "symm", "nccl": "nccl, sockets"}
 
 
@@ -22,6 +23,8 @@ def pages() -> dict[str, str]:
 
 def render(engine: Mapping[str, Any], train: Mapping[str, Any]) -> str:
     decode = [engine[f"real-{name}"] for name in DECODE]
+    more = [engine[f"real-{name}"] for name in MORE]
+    twins = [(engine[f"real-{name}"], engine[f"emulated-{name}"]) for name in ("8b-tp2", "8b-tp4")]
     steps = [train[name] for name in sorted(train) if name.startswith("real-")]
     sections = [
         section(
@@ -42,11 +45,29 @@ def render(engine: Mapping[str, Any], train: Mapping[str, Any]) -> str:
             made=conditions(*decode),
         ),
         section(
+            "Prompts and whole requests",
+            "A whole request is its prompt and all its new tokens. In the prompt's step ladder loses to standard over symmetric memory: "
+            "an all-reduce of 4 MB takes SMs from the module beside it, and there is little to hide.",
+            more_table(more),
+            command=f"{RUN} {','.join(MORE)}",
+            made=conditions(*more),
+        ),
+        section(
+            "An emulated rank beside real ones",
+            "The emulated rank runs alone on as many SMs, with all-reduces as long as the real ones; two real ranks also share the memory "
+            "bandwidth. It predicts the gain to 0.03x over symmetric memory. Over sockets it promises 0.18x too much: NCCL's kernels take "
+            "SMs there, and ranks wait for each other.",
+            twins_table(twins),
+            command=f"{RUN} emulated",
+            made=conditions(*(emulated for _, emulated in twins)),
+        ),
+        section(
             "Training step over NCCL, two ranks",
-            "Forward and backward; the gradient of an all-reduce is an all-reduce, which ladder hides as well. Here sockets take four "
-            "fifths of a standard step, so even perfect overlap would give 1.24x.",
+            "Forward and backward; the gradient of an all-reduce is an all-reduce, which ladder hides as well. Ladder has two "
+            "all-reduces in flight, each on a NCCL communicator of its own. Sockets take three quarters of a standard step here, so the "
+            "second communicator gives more than the overlap.",
             training_table(steps),
-            command=f"{RUN} train-tp2",
+            command=f"{RUN} train-tp2,train-tp2-70b-bf16",
             made=f"Medians of {steps[0]['repeats']} steps; quartiles differ by up to 10 % from them. {conditions(*steps)}",
         ),
     ]
@@ -88,6 +109,52 @@ def wirings_table(decode: Sequence[Mapping[str, Any]]) -> str:
         if found["ladder"]["batch"] == 1
     ]
     return table(["TP", "transport", *names], rows)
+
+
+def more_table(results: Sequence[Mapping[str, Any]]) -> str:
+    rows = []
+    for result, found in cases(results):
+        standard, ladder = found["standard"], found["ladder"]
+        what = {
+            "decode": f"decode step, context {result.get('context')}",
+            "prefill": f"prompt of {result.get('prompt')}",
+            "e2e": f"prompt of {result.get('prompt')}, {result.get('new')} new tokens",
+        }[result["benchmark"]]
+        rows.append(
+            [
+                f"{result['model']}, {result['layers']} layers",
+                what,
+                result["tp"],
+                TRANSPORTS[ladder["reducer"]],
+                f"{ladder['all_reduce_us']:.0f} us",
+                f"{standard['ms']:.2f}",
+                f"{ladder['ms']:.2f}",
+                f"**{ladder['over_standard']:.2f}x**",
+                f"{found['no-comm']['over_standard']:.2f}x",
+            ]
+        )
+    columns = ["model", "batch 1", "TP", "transport", "all-reduce", "standard, ms", "ladder, ms", "ladder", "no-comm"]
+    return table(columns, rows)
+
+
+def twins_table(twins: Iterable[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> str:
+    """Real and emulated time over standard's, by transport."""
+    rows = []
+    for real, emulated in twins:
+        for result, found in cases([real]):
+            reduced = found["ladder"]["all_reduce_us"]
+            twin = {row["wiring"]: row for row in emulated["rows"] if row["link"] == f"{reduced:.1f}us,no-pdl"}
+            ratios = [
+                f"{each[name]['over_standard']:.2f}x"
+                for name in ("ladder", "parallel")
+                if name in found
+                for each in (found, twin)
+            ]
+            transport = TRANSPORTS[found["ladder"]["reducer"]]
+            milliseconds = [f"{found['standard']['ms']:.2f}", f"{twin['standard']['ms_per_token']:.2f}"]
+            rows.append([result["tp"], transport, f"{reduced:.1f} us", *milliseconds, *ratios])
+    columns = ["TP", "transport", "all-reduce", "standard, ms: real", "emulated", "ladder: real", "emulated"]
+    return table([*columns, "parallel: real", "emulated"], rows)
 
 
 def training_table(steps: Sequence[Mapping[str, Any]]) -> str:

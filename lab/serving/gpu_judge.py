@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from lab.serving.gpu_parts import Engine
 
 VOCABULARY, HIDDEN, LAYERS = 512, 512, 6
-SMALL = ("small", "small-fp8", "small-int4")
+SMALL = ("small", "small-parallel", "small-fp8", "small-int4")
+QUANTISED = ("small-fp8", "small-int4")
 PROMPTS = (7, 16, 33, 64, 100, 150, 230, 300)
 NEW_TOKENS = 24
 GROUP = 128  # weights of int4 that share a scale
@@ -46,7 +47,7 @@ class Judge:
             engine = engines[name]
             key = (engine.model, "standard" if engine.wiring == "own" else engine.wiring)
             if key not in judges:
-                judges[key] = _float32(folder / (key[0] if key[0] == "small" else f"{key[0]}-judge"), key[1])
+                judges[key] = _float32(folder / (f"{key[0]}-judge" if key[0] in QUANTISED else key[0]), key[1])
             found[name] = {"chosen": agreeing(judges[key], prompts(), answer["tokens"]), "of": len(PROMPTS) * NEW_TOKENS}
         return found
 
@@ -77,7 +78,10 @@ def write_small(folder: Path, name: str) -> None:
 
     tensors = _random_weights()
     config: dict[str, Any] = _config()
-    if name != "small":
+    if name == "small-parallel":  # a parallel layer has one norm
+        tensors = {key: tensor for key, tensor in tensors.items() if "post_attention" not in key}
+        config["wiring"] = "parallel"
+    if name in QUANTISED:
         quantise = _fp8 if name == "small-fp8" else _int4
         computed, stored = dict(tensors), dict(tensors)
         for key, weight in tensors.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from lab.serving.gpu_judge import QUANTISED
 from ladder_residual.common.markdown import table
 
 # In the order of the rows.
@@ -20,8 +21,9 @@ SETUPS = {
 }
 OWN = "own"
 TIMES = (
-    "Llama-3.1-8B shape, bf16, random weights, prompts of 256 tokens; medians of ms per token, or to the first token of a prompt. IPC is "
-    "vLLM's own all-reduce, NCCL goes over sockets. Two ranks share one card and its memory bandwidth, so only ratios count."
+    "Llama-3.1-8B shape, bf16, random weights, prompts of 256 tokens; medians of ms per token or to the first token of a prompt; each load "
+    "once, 32 requests. IPC is vLLM's own all-reduce; NCCL goes over sockets, where ladder's all-reduces take turns on two communicators. "
+    "Two ranks share one card and its memory bandwidth, so only ratios count."
 )
 WAYS = (
     "`VLLM_LADDER_OVERLAP=never` and `always`. 70B: a rank of 8 of Llama-3-70B, alone; where it would all-reduce it copies, and takes the "
@@ -83,5 +85,5 @@ def tokens_table(parts: Mapping[str, Any]) -> str:
             way = {None: "", "always": ", beside", "never": ", in line"}[engine["overlap"]]
             model = "vLLM's own" if engine["wiring"] == OWN else engine["wiring"] + way
             share = found.get("message") or f"{found['chosen']} of {found['of']}"
-            rows.append([model, engine["model"].partition("-")[2] or "bf16", ranks, share])
+            rows.append([model, engine["model"].partition("-")[2] if engine["model"] in QUANTISED else "bf16", ranks, share])
     return table(["model", "weights", "ranks", "tokens"], rows) if rows else ""

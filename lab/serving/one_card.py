@@ -97,4 +97,4 @@ def gather_by_all_reduce(self: Any, input_: Any, dim: int = -1) -> Any:
     for start in range(0, flat.numel(), step):
         piece = flat[start : start + step]
         piece.copy_(self.all_reduce(piece))
-    return gathered.flatten(0, 1).movedim(0, dim)
+    return gathered.flatten(0, 1).movedim(0, dim).contiguous()  # vLLM's sampler takes a token's logits to lie side by side

@@ -88,6 +88,21 @@ def test_figures_that_guides_quote_are_those_of_the_results():
     served = json.loads((ROOT / "results" / "serve" / "cpu-tp2.json").read_text(encoding="utf-8"))["rows"]
     ladder = next(row for row in served if (row["wiring"], row["rate"]) == ("ladder", "one"))
     assert f"{ladder['speedup']:.2f}x less time per token" in guide["serving"]
+    one, sixteen, over_ipc, sixteen_over_ipc = (
+        f"{own / ladder:.2f}x" for transport in ("nccl", "ipc") for own, ladder in gpu_times(transport, ("batch 1", "batch 16"))
+    )
+    quoted = (
+        f"{one} over NCCL for one request and {sixteen} for 16, {over_ipc} and {sixteen_over_ipc} over vLLM's IPC all-reduce"
+    )
+    assert quoted in guide["serving"]
+
+
+def gpu_times(transport, measurements):
+    """vLLM's own milliseconds and ladder's."""
+    result = {"nccl": "gpu-nccl-tp1", "ipc": "gpu-ipc"}[transport]
+    rows = json.loads((ROOT / "results" / "serve" / f"{result}.json").read_text(encoding="utf-8"))["parts"][transport]["rows"]
+    times = {row["name"]: row["ms"] for row in rows}
+    return [(times[name][f"{transport}-own"], times[name][f"{transport}-ladder"]) for name in measurements]
 
 
 def test_the_recovery_figures_of_the_guide_are_those_of_the_results():

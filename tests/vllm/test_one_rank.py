@@ -77,6 +77,7 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     refuse("architecture that would ignore the wiring", folder / "llama", engine={"hf_overrides": ignoring})
     refuse("override no wiring is made of", folder / "llama", engine={"hf_overrides": {"wiring": "lader"}})
     refuse("override of an unserved family", folder / "olmo2", engine={"hf_overrides": {"wiring": "ladder"}})
+    refuse("parallel wiring of other weights", folder / "llama", engine={"hf_overrides": {"wiring": "parallel"}})
     inside = {"text_config": {"model_type": "llama", "num_hidden_layers": 4, "wiring": "ladder"}}
     refuse("wiring of a part", folder / "llama", engine={"hf_overrides": inside})
     not_vllms = {"model_impl": "transformers", "hf_overrides": {"wiring": "ladder"}}
@@ -147,6 +148,7 @@ REFUSALS = {
     "architecture that would ignore the wiring": "which would ignore it",
     "override no wiring is made of": "did you mean 'ladder'",
     "override of an unserved family": "rewired olmo2 checkpoints are not served",
+    "parallel wiring of other weights": "post_attention_layernorm.weight: the weights are of another wiring than parallel",
     "wiring of a part": "text_config asks for wiring ladder, which LlamaForCausalLM would ignore",
     "transformers' own model": "'LadderLlamaForCausalLM' is not a registered model in the Transformers library",
     "unknown quantisation": "seven-bits",

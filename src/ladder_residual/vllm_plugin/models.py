@@ -59,6 +59,7 @@ class RewiredForCausalLM(nn.Module):
                 communicator.choose_overlap(vllm_config)
                 note_in_compile_cache(vllm_config, "ladder_overlap", communicator.overlap.anywhere)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self.wiring = wiring
         model: Any = self.model
         for index in range(model.start_layer, model.end_layer):
             self.prepare_layer(model.layers[index], index)
@@ -77,7 +78,19 @@ class RewiredForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM does; weights with NaN or infinities are refused by name."""
-        return super().load_weights(_finite(weights))  # type: ignore[misc]
+        return super().load_weights(_finite(self._known(weights)))  # type: ignore[misc]
+
+    def _known(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """A parallel layer has one norm; a checkpoint that holds the other was made for another wiring."""
+        wiring, norm = self.wiring, FAMILIES[self.model_type].mlp_norm
+        missing = {f"layers.{index}.{norm}.weight" for index in wiring.layers} if wiring.kind == "parallel" else set()
+        for name, tensor in weights:
+            if name.removeprefix("model.") in missing:
+                raise ValueError(
+                    f"{name}: the weights are of another wiring than {wiring.spec}, whose layers have one norm where others have two: "
+                    f"serve them without --hf-overrides, or train a parallel model from scratch"
+                )
+            yield name, tensor
 
 
 def _finite(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
