@@ -22,7 +22,7 @@ from .core.config import Wiring
 from .models.register import register_when_imported
 
 if TYPE_CHECKING:
-    from .adapt.api import adapt, select_layers
+    from .adapt.api import adapt, refit, select_layers
     from .bench.demo import export_demo
     from .evaluate.api import evaluate
     from .generation.api import generate, load
@@ -40,6 +40,7 @@ __all__ = [
     "generate",
     "load",
     "plan",
+    "refit",
     "rewire",
     "select_layers",
 ]
@@ -52,6 +53,7 @@ _MODULES = {  # where a function is, below this package
     "generate": "generation.api",
     "load": "generation.api",
     "plan": "plan.api",
+    "refit": "adapt.api",
     "rewire": "models.hf",
     "select_layers": "adapt.api",
 }

@@ -90,27 +90,28 @@ def choose(source: str, request: Request, device: str = "auto") -> tuple[str, di
 
 def texts(request: Request, encoder: Any, sequence: int, rows: int) -> tuple[Any, Any]:
     """Rows of tokens to choose on and to check on; from one file they are different rows of it."""
+    if request.check:
+        return full_rows(request.calibration, encoder, sequence, rows, 2), full_rows(request.check, encoder, sequence, rows, 1)
+    both = full_rows(request.calibration, encoder, sequence, 2 * rows, 4)
+    half = len(both) // 2
+    return both[:half], both[half : 2 * half]
+
+
+def full_rows(path: str, encoder: Any, sequence: int, most: int, least: int) -> Any:
+    """The first ``most`` rows without padding; no more is read, and no hub of chats (all padded) to its end."""
     import numpy as np
 
     from ..data.encoder import PADDING
     from ..data.packing import pack
 
-    def full_rows(path: str, most: int, least: int) -> Any:
-        """The first ``most`` rows without padding; no more is read, and no hub of chats (all padded) to its end."""
-        packed = islice(pack(encoder.chunks(path), sequence, encoder.end, "split"), 100 * most)
-        found = list(islice((ids for ids, use in packed if PADDING not in use), most))
-        if len(found) < least:
-            raise ValueError(
-                f"{path} gives {len(found)} full rows of {sequence} tokens; choosing layers needs at least {least}: give "
-                "more text, and documents rather than chats, whose rows are padded"
-            )
-        return np.array(found, np.int64)
-
-    if request.check:
-        return full_rows(request.calibration, rows, 2), full_rows(request.check, rows, 1)
-    both = full_rows(request.calibration, 2 * rows, 4)
-    half = len(both) // 2
-    return both[:half], both[half : 2 * half]
+    packed = islice(pack(encoder.chunks(path), sequence, encoder.end, "split"), 100 * most)
+    found = list(islice((ids for ids, use in packed if PADDING not in use), most))
+    if len(found) < least:
+        raise ValueError(
+            f"{path} gives {len(found)} full rows of {sequence} tokens, and at least {least} are needed: give more text, and "
+            f"documents rather than chats, whose rows are padded"
+        )
+    return np.array(found, np.int64)
 
 
 def some_sizes(sizes: Iterable[int], size: int, most: int | None) -> list[int]:

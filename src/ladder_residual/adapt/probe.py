@@ -49,6 +49,26 @@ class CachedStates:
         self.layers, self.states = layers, states
 
 
+def inputs_of_layers(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
+    """The stream before layer 0, and the masks and rotary tables transformers hands to each layer."""
+    seen: list[dict[str, Any]] = []
+    start: list[Tensor] = []
+
+    def look(layer: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not seen:
+            start.append(inputs[0])
+        seen.append(dict(kwargs))
+
+    hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in decoder_layers(model)]
+    base: Any = model.base_model
+    try:
+        base(input_ids=ids, use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return start[0], seen
+
+
 class Probe:
     """A model and a text. ``cost`` measures a set of layers; ``cache_states`` keeps its states for the sets that come after it."""
 
@@ -70,7 +90,8 @@ class Probe:
         self._arguments: list[list[dict[str, Any]]] = []
         with torch.no_grad():
             for ids in self.batches:
-                start, arguments = self._inputs_of_layers(ids)
+                start, arguments = inputs_of_layers(model, ids)
+                self.passes += 1 / len(self.batches)
                 self._starts.append(State(start))
                 self._arguments.append(arguments)
         self._original_hidden: list[Tensor] = []
@@ -79,26 +100,6 @@ class Probe:
         self._costs: dict[frozenset[int], Cost] = {}
         self.empty = CachedStates(frozenset(), [[start] for start in self._starts])
         self.original = self._remember_original()
-
-    def _inputs_of_layers(self, ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-        """The stream before layer 0, and the masks and rotary tables transformers hands to each layer."""
-        seen: list[dict[str, Any]] = []
-        start: list[Tensor] = []
-
-        def look(layer: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not seen:
-                start.append(inputs[0])
-            seen.append(dict(kwargs))
-
-        hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in self.layers]
-        base: Any = self.model.base_model
-        try:
-            base(input_ids=ids, use_cache=False)
-        finally:
-            for hook in hooks:
-                hook.remove()
-        self.passes += 1 / len(self.batches)
-        return start[0], seen
 
     def _remember_original(self) -> Cost:
         cached = self.cache_states(frozenset(), self.empty)

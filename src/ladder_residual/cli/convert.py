@@ -33,12 +33,19 @@ def convert(
         str | None, typer.Option(help="With auto: text to check the choice on; default: the rest of the calibration text.")
     ] = None,
     calibration_tokens: Annotated[int | None, typer.Option(help="With auto; default: 2048 on a CPU, 65536 on a GPU.")] = None,
+    refit: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TEXT", help="Refit the projections to what they now read, on a text (.txt, .jsonl); no training."
+        ),
+    ] = None,
+    refit_tokens: Annotated[int | None, typer.Option(help="With --refit; default: 61440 on a CPU, 262144 on a GPU.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Rewire a checkpoint: its config changes, its weights stay, unless they are to be quantised."""
+    """Rewire a checkpoint: its config changes, its weights stay, unless they are to be refitted or quantised."""
     from ..adapt.auto import Request
-    from ..models.convert import check_target, describe
-    from ..models.convert import convert as run
+    from ..adapt.refit_checkpoint import check_refit
+    from ..models.convert import check_target
     from ..models.preflight import check_source
     from ..models.quantization.write import check_quantizable
 
@@ -47,10 +54,32 @@ def convert(
         raise ValueError(
             "nothing to convert: give --wiring ladder, ladder:last-half ... (auto chooses), --quantize fp8, or both"
         )
+    if refit_tokens is not None and refit is None:
+        raise ValueError(f"--refit-tokens {refit_tokens} belongs to --refit TEXT")
+    if refit is not None and (wiring is None or quantize is not None):
+        raise ValueError("--refit goes with --wiring, and not with --quantize: refit first, then quantise the result")
+    for name, file in (("calibration", calibration), ("check", check), ("refit", refit)):
+        if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
+            raise ValueError(f"--{name} {file}: no such file")
+
+    def write(spec: str | None) -> None:
+        from ..models.convert import convert as run
+        from ..models.convert import describe
+
+        if refit is None:
+            describe(run(source, target, spec, copy=copy, overwrite=overwrite, quantize=quantize), show)
+            return
+        from ..adapt.api import refit as run_refit
+
+        assert spec is not None
+        result = run_refit(source, target, spec, refit, tokens=refit_tokens, device=device, overwrite=overwrite)
+        result.describe(show)
+        describe(result.conversion, show)
+
     if wiring != "auto":
         if given := [name for name, value in options.items() if value is not None]:
             raise ValueError(f"{', '.join(given)} belong to --wiring auto; with --wiring {wiring} the layers are named already")
-        describe(run(source, target, wiring, copy=copy, overwrite=overwrite, quantize=quantize), show)
+        write(wiring)
         return
     if calibration is None:
         raise ValueError("--wiring auto measures what each layer costs: give it a text with --calibration FILE")
@@ -58,15 +87,14 @@ def convert(
     found = check_source(source)
     if quantize is not None:
         check_quantizable(found.checkpoint, quantize)
+    if refit is not None:
+        check_refit(source, target, "ladder", overwrite)
     check_target(source, target, overwrite)
-    for name, file in (("calibration", calibration), ("check", check)):
-        if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
-            raise ValueError(f"--{name} {file}: no such file")
     from ..adapt.api import select_layers
 
     selection = select_layers(
         source, calibration, layers=layers, budget=budget, check=check, tokens=calibration_tokens, device=device
     )
     selection.explain(show)
-    describe(run(source, target, selection.wiring, copy=copy, overwrite=overwrite, quantize=quantize), show)
+    write(selection.wiring)
     selection.save(target, show)

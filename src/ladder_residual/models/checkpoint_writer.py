@@ -7,17 +7,22 @@ with new_directory(target, overwrite=True) as directory:
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..common.files import replace_text, swap, sync, umask
-from .checkpoint_reader import CONFIG, read_json
+from .checkpoint_reader import CONFIG, INDEX, Checkpoint, read_json
 from .hf_config import STUB
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 # Anything else may be somebody's work, and is not overwritten.
 _PART_OF_A_CHECKPOINT = re.compile(
@@ -53,6 +58,28 @@ class DirectoryWriter:
         except OSError:
             return self.copy(source, name)
         return "linked"
+
+
+def rewrite_weights(
+    checkpoint: Checkpoint, directory: DirectoryWriter, change: Callable[[str, Tensor], Mapping[str, Tensor]]
+) -> tuple[int, int]:
+    """The files of ``checkpoint`` with what ``change`` makes of each tensor, one file after the other: bytes before and after."""
+    from safetensors.torch import save_file
+
+    where: dict[str, str] = {}
+    before = after = 0
+    for file in sorted(set(checkpoint.files.values())):
+        tensors: dict[str, Tensor] = {}
+        for name in [name for name, its in checkpoint.files.items() if its == file]:
+            tensor = checkpoint.read(name)
+            before += tensor.nbytes
+            tensors |= {part: value.contiguous() for part, value in change(name, tensor).items()}
+        save_file(tensors, directory.path / file, metadata={"format": "pt"})
+        after += sum(tensor.nbytes for tensor in tensors.values())
+        where |= dict.fromkeys(tensors, file)
+    if (checkpoint.directory / INDEX).exists():
+        directory.write(INDEX, json.dumps({"metadata": {"total_size": after}, "weight_map": where}, indent=1))
+    return before, after
 
 
 @contextmanager

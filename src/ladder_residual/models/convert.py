@@ -6,17 +6,21 @@ Weights are linked (or copied) as they are, so converting takes seconds at any s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..core.config import AUTHORS_KEY, CONFIG_KEY, Wiring
 from .checkpoint_reader import INDEX, Checkpoint, resolve
-from .checkpoint_writer import check_replaceable, new_directory
+from .checkpoint_writer import check_replaceable, new_directory, rewrite_weights
 from .families import Family, check_wiring
 from .hf_config import STUB, auto_map, class_name, stub_text
 from .preflight import check_source
 from .quantization.write import check_quantizable, config_of, write_fp8
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BASE_ARCHITECTURES = "base_architectures"  # what the checkpoint was called before, so that the way back is exact
 # What goes along with the weights: tokenizer, templates, generation settings and texts; never code, never hidden files.
@@ -34,7 +38,7 @@ class Conversion:
     before: Wiring
     after: Wiring
     weights: list[str]
-    placed: str  # "linked", "copied" or "quantised"
+    placed: str  # "linked", "copied", "refitted" or "quantised"
     kept: list[str]  # tokenizer and other files taken along
     quantised_bytes: tuple[int, int] | None = None  # of the weights, before and after
 
@@ -47,6 +51,7 @@ def convert(
     copy: bool = False,
     overwrite: bool = False,
     quantize: str | None = None,
+    refitted: Mapping[str, Tensor] | None = None,
 ) -> Conversion:
     """Write a checkpoint with another wiring: its config changes, its weights stay, also where they are quantised.
 
@@ -62,6 +67,7 @@ def convert(
         overwrite: Replace a checkpoint that is there.
         quantize: ``"fp8"`` quantises the layers' projections: a scale per output row, dynamic activations, no calibration. The
             wiring may then be left out, and stays as it is.
+        refitted: Weights to write instead of the checkpoint's, by name. ``refit`` computes them.
 
     Returns:
         What was done: ``target``, ``family``, the wirings ``before`` and ``after``, and the files.
@@ -81,6 +87,8 @@ def convert(
     checkpoint, family, before = found.checkpoint, found.family, found.wiring
     if quantize is not None:
         check_quantizable(checkpoint, quantize)
+        if refitted is not None:
+            raise ValueError("refit first, then quantise the result: one conversion does either")
     wiring = before if wiring is None else wiring
     after = Wiring.parse(wiring.spec if isinstance(wiring, Wiring) else wiring, before.num_layers)
     check_wiring(family, after)
@@ -97,7 +105,11 @@ def convert(
     sizes: tuple[int, int] | None = None
     with new_directory(target, overwrite=overwrite) as written:
         config = rewired_config(checkpoint.config, family, after)
-        if quantize is None:
+        if refitted is not None:
+            methods = {"refitted"}
+            rewrite_weights(checkpoint, written, lambda name, old: {name: refitted[name].to(old) if name in refitted else old})
+            checkpoint.close()
+        elif quantize is None:
             place = written.copy if copy else written.link
             methods = {place(directory / name, name) for name in weights}
             for name in index:
@@ -169,7 +181,7 @@ def _check_apart(source: Path, target: Path, overwrite: bool) -> None:
 def describe(conversion: Conversion, write: Callable[[str], None]) -> None:
     write(f"family   {conversion.family}, {conversion.after.num_layers} layers")
     write(f"wiring   {conversion.before.spec} -> {conversion.after.spec}   {conversion.after.picture()}")
-    state = f"{conversion.placed}, unchanged"
+    state = conversion.placed if conversion.placed == "refitted" else f"{conversion.placed}, unchanged"
     if conversion.quantised_bytes:
         state = "fp8 per channel, {:,.1f} -> {:,.1f} MiB".format(*(size / 2**20 for size in conversion.quantised_bytes))
     write(f"weights  {', '.join(conversion.weights)} ({state})")

@@ -3,14 +3,12 @@ no calibration is needed. vLLM and transformers load it."""
 
 from __future__ import annotations
 
-import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.suggest import did_you_mean
-from ..checkpoint_reader import INDEX, Checkpoint
-from ..checkpoint_writer import DirectoryWriter
+from ..checkpoint_reader import Checkpoint
+from ..checkpoint_writer import DirectoryWriter, rewrite_weights
 from ..sharding import is_projection
 
 if TYPE_CHECKING:
@@ -82,24 +80,12 @@ def fp8_per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def write_fp8(checkpoint: Checkpoint, directory: DirectoryWriter) -> tuple[int, int]:
-    """The files of ``checkpoint``, its projections quantised, one file after the other: bytes of the weights before and after."""
-    from safetensors.torch import save_file
+    """The files of ``checkpoint``, its projections quantised: bytes of the weights before and after."""
 
-    where: dict[str, str] = {}
-    before = after = 0
-    for file in sorted(set(checkpoint.files.values())):
-        tensors: dict[str, Tensor] = {}
-        for name in [name for name, its in checkpoint.files.items() if its == file]:
-            tensor = checkpoint.read(name)
-            before += tensor.nbytes
-            made = {name: tensor}
-            if is_quantized(name):
-                numbers, scale = fp8_per_channel(tensor)
-                made = {name: numbers, name + "_scale": scale}
-            tensors |= {part: value.contiguous() for part, value in made.items()}
-        save_file(tensors, Path(directory.path, file), metadata={"format": "pt"})
-        after += sum(tensor.nbytes for tensor in tensors.values())
-        where |= dict.fromkeys(tensors, file)
-    if (checkpoint.directory / INDEX).exists():
-        directory.write(INDEX, json.dumps({"metadata": {"total_size": after}, "weight_map": where}, indent=1))
-    return before, after
+    def quantise(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        if not is_quantized(name):
+            return {name: tensor}
+        numbers, scale = fp8_per_channel(tensor)
+        return {name: numbers, name + "_scale": scale}
+
+    return rewrite_weights(checkpoint, directory, quantise)

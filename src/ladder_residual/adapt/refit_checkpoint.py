@@ -1,0 +1,111 @@
+"""``ladder convert SRC DST --wiring W --refit TEXT``: rewire a checkpoint and refit its projections on a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..core.config import Wiring
+from ..models.convert import Conversion, check_target, convert
+from ..models.families import check_wiring
+from ..models.preflight import CheckedSource, check_source
+from .auto import Phases, full_rows
+
+SEQUENCE = 512
+CHECK_ROWS = 8  # of the text, held out
+TOKENS = {"cpu": 61_440, "cuda": 262_144}
+
+
+@dataclass(frozen=True)
+class RefitResult:
+    """What ``refit`` returns: the conversion, and mean losses per token on rows of the text that had no say in the fit."""
+
+    conversion: Conversion
+    tokens: int
+    original: float
+    converted: float
+    refitted: float
+    projections: int  # that were refitted
+
+    @property
+    def gap_closed(self) -> float:
+        """Share of what the conversion cost. 1.0: the original's loss."""
+        cost = self.converted - self.original
+        return (self.converted - self.refitted) / cost if cost else 1.0
+
+    def describe(self, write: Callable[[str], None]) -> None:
+        write(f"refitted {self.projections} projections on {self.tokens:,} tokens")
+        write(
+            f"loss     {self.original:.3f} original, {self.converted:.3f} converted, {self.refitted:.3f} refitted "
+            f"({self.gap_closed:.0%} of the gap closed, held-out rows of the text)"
+        )
+
+
+def check_refit(source: str | Path, target: str | Path, wiring: str | Wiring, overwrite: bool) -> tuple[CheckedSource, Wiring]:
+    """ValueError before torch is imported."""
+    found = check_source(source)
+    if found.wiring.kind != "standard":
+        raise ValueError(
+            f"--refit needs the original beside it, and {source} is rewired already ({found.wiring.spec}): give the original"
+        )
+    after = Wiring.parse(wiring.spec if isinstance(wiring, Wiring) else wiring, found.wiring.num_layers)
+    check_wiring(found.family, after)
+    if after.kind != "ladder":
+        raise ValueError(
+            f"--refit is for ladder, whose modules read a stream that the original has too; {after.spec} is recovered with ladder adapt"
+        )
+    if found.quantization is not None:
+        raise ValueError(
+            f"--refit changes weights, and those of {source} are quantised: refit the model they were quantised from"
+        )
+    if experts := found.fields.get("num_experts") or found.fields.get("num_local_experts"):
+        raise ValueError(f"--refit has no rule for {experts} experts that see a part of the tokens each: use ladder adapt")
+    check_target(source, target, overwrite)
+    return found, after
+
+
+def refit_checkpoint(
+    source: str | Path,
+    target: str | Path,
+    wiring: str | Wiring,
+    text: str | Path,
+    *,
+    tokens: int | None = None,
+    device: str = "auto",
+    overwrite: bool = False,
+) -> RefitResult:
+    found, after = check_refit(source, target, wiring, overwrite)
+    import torch
+
+    from ..data.encoder import Encoder
+    from ..data.tokenizer import read_tokenizer
+    from ..distributed.world import distributed
+    from ..models.loading import load_model
+    from .probe import Probe
+    from .refit import Refit
+
+    encoder = Encoder(read_tokenizer(str(source)), int(found.fields["vocab_size"]))
+    sequence = min(SEQUENCE, int(found.fields.get("max_position_embeddings") or SEQUENCE))
+    with distributed(device) as world:
+        if world.size > 1:
+            raise ValueError(f"one process refits, {world.size} were started")
+        model: Any = load_model(source, world, dtype="fp32")
+        widest = max(parameter.shape[-1] for name, parameter in model.named_parameters() if ".layers." in name)
+        wanted = TOKENS[world.device.type] if tokens is None else tokens
+        if wanted < widest:
+            raise ValueError(
+                f"--refit-tokens {wanted}: a projection reads {widest} numbers, so at least {widest} tokens are needed"
+            )
+        needed = -(-widest // sequence) + CHECK_ROWS
+        rows = torch.from_numpy(full_rows(str(text), encoder, sequence, -(-wanted // sequence) + CHECK_ROWS, needed))
+        fitted_on, check = rows[:-CHECK_ROWS], rows[-CHECK_ROWS:]
+        before = Probe(model, check)
+        original, converted = before.original.loss, before.cost(after.layers).loss
+        del before
+        with Phases(1)("refit", after.num_layers) as bar:
+            changed = Refit(model, after, fitted_on).run(bar.update)
+        refitted = Probe(model, check).cost(after.layers).loss
+    conversion = convert(source, target, after, overwrite=overwrite, refitted=changed)
+    return RefitResult(conversion, fitted_on.numel(), original, converted, refitted, len(changed))
