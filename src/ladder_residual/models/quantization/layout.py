@@ -61,6 +61,8 @@ def take(held: Mapping[str, Stored], name: str, dtypes: tuple[str, ...]) -> tupl
         raise ValueError(f"has no {name}, which its format needs (it has {', '.join(sorted(held))})")
     if held[name].dtype not in dtypes:
         raise ValueError(f"{name} is stored as {held[name].dtype}, supported: {', '.join(dtypes)}")
+    if 0 in held[name].shape:
+        raise ValueError(f"{name} is empty: it has shape {list(held[name].shape)}")
     return held[name].shape
 
 

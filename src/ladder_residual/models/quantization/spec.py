@@ -173,25 +173,26 @@ def _fbgemm_fp8(fields: Mapping[str, Any]) -> QuantSpec:
 
 def _gptq(fields: Mapping[str, Any]) -> QuantSpec:
     _required(fields, "bits", "group_size")
-    _fixed(fields, bits=4, pack_dtype=("int32", None), is_marlin_format=False, desc_act=(True, False))
-    _fixed(fields, checkpoint_format=("gptq", "gptq_v2", "", None), dynamic=(None, {}))
+    _fixed(fields, bits=4, pack_dtype=("int32", None), is_marlin_format=False, desc_act=(True, False), dynamic=(None, {}))
+    formats = ("gptq", "gptq_v2", "", None)
+    _fixed(fields, checkpoint_format=formats, format=formats)  # its name in older and newer releases of GPTQModel
     return QuantSpec(
         method="gptq",
         format="int4",
         **_of_groups(_group(fields["group_size"])),
         zero_points=True,
         act_order=fields.get("desc_act", False),
-        zeros_minus_one=fields.get("checkpoint_format") != "gptq_v2",
+        zeros_minus_one="gptq_v2" not in (fields.get("checkpoint_format"), fields.get("format")),
     )
 
 
 def _awq(fields: Mapping[str, Any]) -> QuantSpec:
-    fields = {"bits": fields.get("w_bit"), "group_size": fields.get("q_group_size")} | dict(fields)
+    older = {"bits": fields.get("w_bit"), "group_size": fields.get("q_group_size"), "version": fields.get("format", "gemm")}
+    fields = older | dict(fields)
     _required(fields, "bits", "group_size")
-    version = fields.get("version", "gemm")
-    _fixed(
-        {**fields, "version": version.lower() if isinstance(version, str) else version}, bits=4, version="gemm", zero_point=True
-    )
+    version = fields["version"]
+    fields["version"] = version.lower() if isinstance(version, str) else version
+    _fixed(fields, bits=4, version="gemm", zero_point=True)
     return QuantSpec(method="awq", format="int4", **_of_groups(_group(fields["group_size"])), zero_points=True)
 
 
