@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from ladder_residual.models.quantization.checkpoint import layout_of
@@ -69,6 +69,7 @@ def test_headers(name, data):
 
 
 @settings(max_examples=200)
+@example("gptq-128", 0, [(0, 1)], 8)  # one int32 of zero points in a row
 @given(
     st.sampled_from(sorted(FORMATS)),
     st.integers(0, 1),
