@@ -6,7 +6,7 @@ What the fields say is checked against what this package computes; the tensors a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 GROUPS = (32, 64, 128)
@@ -45,18 +45,7 @@ class QuantSpec:
         return f"{self.format} ({', '.join([self.method, *extras])})"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "description": self.describe(),
-            "method": self.method,
-            "format": self.format,
-            "bits": self.bits,
-            "scales": self.scales,
-            "group": self.group,
-            "block": list(self.block) if self.block else None,
-            "zero_points": self.zero_points,
-            "act_order": self.act_order,
-            "activations": self.activations,
-        }
+        return {"description": self.describe(), "bits": self.bits, **asdict(self)}
 
 
 def read_spec(config: Mapping[str, Any], where: object) -> QuantSpec | None:
