@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from ladder_residual.models.convert import convert
+
 RUN_ALL = """
 import contextlib, io, json, os, sys
 
@@ -42,7 +44,10 @@ MISTAKES = [
     ("generate stories --promt x", "--promt", "--prompt"),
     ("data prepar", "'prepar'", "Did you mean 'prepare'?"),
     ("convert stories", "Missing argument", "ladder convert --help"),
-    ("convert stories out", "Missing option '--wiring'", "ladder convert --help"),
+    ("convert stories out", "nothing to convert", "--wiring ladder, ladder:last-half ... (auto chooses), --quantize fp8, or both"),
+    ("convert stories out --quantize int3", "unknown format --quantize 'int3'", "choose fp8"),
+    ("convert eighths out --quantize fp8", "eighths is quantised already", "leave out --quantize"),
+    ("convert eighths out --wiring auto --layers 2 --calibration prompts.txt --quantize fp8", "quantised already", "leave out"),
     ("generate stories", "give either", "--prompt TEXT or --file FILE"),
     ("generate stories -p x --file prompts.txt", "give either", "--prompt TEXT or --file FILE"),
     ("generate stories -p x --out new.jsonl", "--out takes the completions of --file", "standard output"),
@@ -90,7 +95,7 @@ MISTAKES = [
     ("generate model.gguf -p x", "model.gguf is a GGUF file", "use the safetensors"),
     ("generate gguf -p x", "only GGUF weights (q4.gguf)", "use the safetensors"),
     ("generate pickled -p x", "only pickled weights (pytorch_model.bin)", "save_pretrained"),
-    ("generate quantised -p x", "quantised is quantised", "dequantise it first"),
+    ("generate quantised -p x", "quant_method is 'bitsandbytes'", "supported: fp8 of compressed-tensors"),
     ("generate remote -p x", "'mystery' comes with Python code of its own", "supported: "),
     ("generate bert -p x", "unknown family: model_type 'bert'", "supported: "),
     ("generate typo -p x", "model_type 'lama'", "did you mean 'llama'"),
@@ -182,7 +187,8 @@ def answers(demo_dir, tmp_path_factory):
     model("pinned", model_type="ladder_llama", wiring="desync-2x@2")
     model("gguf", drop=["*.safetensors"], add=["q4.gguf"])
     model("pickled", drop=["*.safetensors"], add=["pytorch_model.bin"])
-    model("quantised", quantization_config={"bits": 4})
+    model("quantised", quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    convert(demo_dir, here / "eighths", quantize="fp8")
     model("remote", model_type="mystery", auto_map={"AutoModelForCausalLM": "modeling_mystery.Mystery"})
     model("bert", model_type="bert")
     model("typo", model_type="lama")

@@ -96,7 +96,7 @@ def saved(tmp_path):
         ({"wiring": "ladder:40"}, "layer 40, but the model has 4 layers"),
         ({"wiring": 3}, "a wiring is a string"),
         ({"model_type": "ladder_bert"}, "unknown family"),
-        ({"quantization_config": {"bits": 4}}, "quantised"),
+        ({"quantization_config": {"bits": 4}}, "quant_method is None; supported: fp8 of"),
         ({"num_hidden_layers": 3, "wiring": "ladder"}, "holds the weights of 4 layers, but its config.json calls for 3"),
         ({"attention_bias": False}, "has no place for (model.layers.0.self_attn.k_proj.bias"),
         ({"num_attention_heads": 0}, "num_attention_heads"),

@@ -5,12 +5,15 @@ from dataclasses import replace
 
 import pytest
 
-from ladder_residual.models.presets import ModelShape, presets
+from ladder_residual.distributed.world import World
+from ladder_residual.models.presets import Experts, ModelShape, presets
+from ladder_residual.models.random_weights import random_model
 from ladder_residual.plan import hybrid_curve, plan
 from ladder_residual.plan.cost import DTYPE_BYTES, Phase, RankCost, RankShape, engine, engines
 from ladder_residual.plan.hardware import shipped
 from ladder_residual.plan.models import resolve_model
 from ladder_residual.plan.planner import TWO_STREAM, make_cases
+from ladder_residual.train.recipe import Model
 
 LLAMA_70B = presets()["llama-3-70b"]
 DECODE = Phase(batch=1, tokens=1, context=1280)
@@ -174,6 +177,7 @@ CONFIG = {
     "num_key_value_heads": 2,
     "vocab_size": 100,
 }
+QWEN3_MOE = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
 def test_a_directory_or_a_config_file_is_a_model(tmp_path):
@@ -188,7 +192,12 @@ def test_a_directory_or_a_config_file_is_a_model(tmp_path):
     ("change", "says"),
     [
         ({"hidden_size": None}, "lacks hidden_size"),
-        ({"num_experts": 64}, "num_experts says this is a mixture of experts"),
+        ({"num_experts": 64}, "num_experts says this is a mixture of experts, whose sizes are not there; the planner reads"),
+        ({"n_routed_experts": 64}, "n_routed_experts says this is a mixture"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step=2 puts dense layers between"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers says this is a mixture with dense layers between"),
+        (QWEN3_MOE | {"num_experts_per_tok": 9}, "a token cannot take 9 of 8"),
+        (QWEN3_MOE | {"moe_intermediate_size": "big"}, "experts: size must be a positive whole number, got 'big'"),
         ({"kv_lora_rank": 512}, "latent attention"),
         ({"num_hidden_layers": 0}, "num_layers must be a positive whole number, got 0"),
         ({"vocab_size": "many"}, "vocab_size must be a positive whole number"),
@@ -229,3 +238,106 @@ def test_a_hub_id_that_is_nearly_a_preset_is_told_so():
 
 def test_a_shape_is_a_model_too():
     assert plan(ModelShape(**{**LLAMA_70B.to_dict(), "num_layers": 8}), tp=[8])[0].model == "llama"
+
+
+@pytest.mark.parametrize(("weights", "share"), [("fp8", 1 / 2), ("int4", 1 / 4 + 1 / 128)])
+def test_quantised_layers_are_read_and_held_in_fewer_bytes(weights, share):
+    plain, small = (replace(case, device=replace(case.device, tflops=1e5)) for case in (one_case(), one_case(weights=weights)))
+    shape, layers = RankShape(LLAMA_70B, 8), LLAMA_70B.num_layers
+    matrices = DTYPE_BYTES * layers * (shape.attention_parameters + shape.mlp_parameters)
+    saved = plain.rank().memory_bytes(1, 1024, 512)["weights"] - small.rank().memory_bytes(1, 1024, 512)["weights"]
+    assert saved == pytest.approx((1 - share) * matrices)  # embeddings, head and norms stay
+    bandwidth = 3350e3 * plain.device.bandwidth_share * plain.engine.read_share
+    faster = sum(
+        getattr(plain.rank(), part)(DECODE).us - getattr(small.rank(), part)(DECODE).us for part in ("attention", "mlp")
+    )
+    assert layers * faster == pytest.approx((1 - share) * matrices / bandwidth, rel=1e-6)
+    assert small.rank().head(DECODE) == plain.rank().head(DECODE)
+    prefill = Phase(batch=8, tokens=2048, context=2048)
+    assert one_case(weights=weights).rank().mlp(prefill) == one_case().rank().mlp(prefill)  # multiplied as bf16
+
+
+def test_an_fp8_cache_is_half_as_large_and_read_in_half_the_time():
+    plain, small = one_case().rank(), one_case(kv_cache="fp8").rank()
+    assert small.memory_bytes(4, 1024, 512)["kv_cache"] == plain.memory_bytes(4, 1024, 512)["kv_cache"] / 2
+    longer = DECODE._replace(context=101_280)
+    grown, half = (cost.attention(longer).us - cost.attention(DECODE).us for cost in (plain, small))
+    assert half == pytest.approx(grown / 2)
+
+
+def test_what_is_quantised_is_said(tmp_path):
+    [row] = plan("llama-3-70b", weights="int4", kv_cache_dtype="fp8")
+    assert "(tp 8, nccl, batch 1, int4 weights, fp8 KV cache)" in row.advice
+    assert (row.to_dict()["weights"], row.to_dict()["kv_cache_dtype"]) == ("int4", "fp8")
+    for asked in ({"weights": "int3"}, {"kv_cache_dtype": "fp4"}):
+        with pytest.raises(ValueError, match=r"unknown (weights 'int3'|kv-cache-dtype 'fp4').* choose bf16, fp8"):
+            plan("llama-3-70b", **asked)
+    quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantised}))
+    assert [plan(str(tmp_path), tp=2, **asked)[0].weights for asked in ({}, {"weights": "bf16"})] == ["int4", "bf16"]
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantised | {"bits": 2}}))
+    with pytest.raises(ValueError, match="bits is 2, supported is 4"):
+        plan(str(tmp_path), tp=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters", "active"),
+    [
+        ("mixtral-8x7b", 46.7e9, 12.9e9),
+        ("mixtral-8x22b", 140.6e9, 39.2e9),
+        ("qwen3-30b-a3b", 30.5e9, 3.3e9),
+        ("qwen3-235b-a22b", 235.1e9, 22.2e9),
+    ],
+)
+def test_mixtures_count_all_their_experts_and_read_those_a_token_takes(name, parameters, active):
+    """Both numbers as published."""
+    shape = presets()[name]
+    experts = shape.experts
+    assert shape.parameters == pytest.approx(parameters, rel=0.002)
+    idle = shape.num_layers * 3 * shape.hidden_size * experts.size * (experts.count - experts.per_token)
+    assert shape.parameters - idle == pytest.approx(active, rel=0.02)
+    cost = rank(shape, tp=2)
+    read = shape.hidden_size * (3 * experts.per_token * experts.size / 2 + experts.count)
+    bandwidth = 4800e3 * cost.device.bandwidth_share * cost.engine.read_share
+    assert cost.mlp(DECODE).memory_us == pytest.approx(DTYPE_BYTES * read / bandwidth, rel=0.01)
+    assert cost.memory_bytes(1, 16, 16)["weights"] == pytest.approx(shape.parameters * DTYPE_BYTES / 2, rel=0.01)
+
+
+def test_more_tokens_need_more_experts_until_all_are_read():
+    shape = presets()["qwen3-30b-a3b"]
+    assert [shape.experts.read(tokens) for tokens in (1, 2)] == pytest.approx([8, 15.5])
+    assert shape.experts.read(1000) == pytest.approx(128)
+    cost = rank(shape, tp=2)
+    times = [cost.mlp(Phase(batch=batch, tokens=1, context=64)).memory_us for batch in (1, 2, 4, 16, 64, 256)]
+    assert times == sorted(times)
+    assert times[1] < 2 * times[0]
+    assert times[-1] < 1.3 * times[-2]
+
+
+def test_one_expert_for_all_tokens_is_a_dense_mlp():
+    """The mixture's slow twin: with a single expert the two formulas must meet, but for the router."""
+    dense = presets()["llama-3.1-8b"]
+    one = replace(dense, experts=Experts(count=1, per_token=1, size=dense.intermediate_size))
+    for phase in (DECODE, Phase(batch=16, tokens=1, context=100), Phase(batch=4, tokens=512, context=512)):
+        assert rank(one).mlp(phase).us == pytest.approx(rank(dense).mlp(phase).us, rel=0.03)
+
+
+def test_mixtures_from_a_config(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **QWEN3_MOE}))
+    _, shape = resolve_model(str(tmp_path))
+    assert shape.experts == Experts(count=8, per_token=2, size=32)
+    assert ModelShape.from_hf({"model_type": "qwen3_moe", **shape.to_hf()}) == shape
+    assert ModelShape(**shape.to_dict()) == shape
+    assert plan(str(tmp_path), tp=2)[0].fits
+    shared = {**CONFIG, **QWEN3_MOE, "model_type": "qwen2_moe", "shared_expert_intermediate_size": 48}
+    assert ModelShape.from_hf(shared).experts.shared_size == 48
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **QWEN3_MOE, "moe_intermediate_size": 33}))
+    with pytest.raises(ValueError, match="tp=2 does not divide the 33 neurons of an expert"):
+        plan(str(tmp_path), tp=2)
+
+
+def test_what_takes_dense_models_says_so_of_a_mixture():
+    with pytest.raises(ValueError, match="random weights takes dense models, and this mixtral is a mixture of 8 experts"):
+        random_model(presets()["mixtral-8x7b"], World())
+    with pytest.raises(ValueError, match=r"model\.preset takes dense models, and this qwen3_moe is a mixture of 128"):
+        Model(preset="qwen3-30b-a3b").shape()

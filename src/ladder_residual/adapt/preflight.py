@@ -30,6 +30,11 @@ def check_output(settings: AdaptSettings) -> None:
 
 def check_models(settings: AdaptSettings) -> None:
     found = check_source(settings.student)
+    if found.quantization is not None:
+        raise ValueError(
+            f"{settings.student} is quantised ({found.quantization.describe()}), and training needs plain weights: adapt the model it "
+            f"was quantised from, then quantise the result"
+        )
     files_along(found.checkpoint)
     student = found.fields
     context = student.get("max_position_embeddings")

@@ -15,9 +15,13 @@ def convert(
     source: Source,
     target: Annotated[Path, typer.Argument(help="Directory to write.")],
     wiring: Annotated[
-        str,
+        str | None,
         typer.Option(help="e.g. ladder, ladder:last-half, ladder:16-31, desync-2x; standard is the way back; auto chooses."),
-    ],
+    ] = None,
+    quantize: Annotated[
+        str | None,
+        typer.Option(help="fp8: quantise the layers' projections per output row, dynamic activations, no calibration."),
+    ] = None,
     copy: Annotated[bool, typer.Option("--copy/--link", help="Copy the weights instead of linking them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
     layers: Annotated[int | None, typer.Option(help="With auto: how many layers to convert.")] = None,
@@ -31,22 +35,29 @@ def convert(
     calibration_tokens: Annotated[int | None, typer.Option(help="With auto; default: 2048 on a CPU, 65536 on a GPU.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Rewire a checkpoint: its config changes, its weights stay."""
+    """Rewire a checkpoint: its config changes, its weights stay, unless they are to be quantised."""
     from ..adapt.auto import Request
     from ..models.convert import check_target, describe
     from ..models.convert import convert as run
     from ..models.preflight import check_source
+    from ..models.quantization.write import check_quantizable
 
     options = {"--layers": layers, "--budget": budget, "--calibration": calibration, "--check": check}
+    if wiring is None and quantize is None:
+        raise ValueError(
+            "nothing to convert: give --wiring ladder, ladder:last-half ... (auto chooses), --quantize fp8, or both"
+        )
     if wiring != "auto":
         if given := [name for name, value in options.items() if value is not None]:
             raise ValueError(f"{', '.join(given)} belong to --wiring auto; with --wiring {wiring} the layers are named already")
-        describe(run(source, target, wiring, copy=copy, overwrite=overwrite), show)
+        describe(run(source, target, wiring, copy=copy, overwrite=overwrite, quantize=quantize), show)
         return
     if calibration is None:
         raise ValueError("--wiring auto measures what each layer costs: give it a text with --calibration FILE")
     Request(calibration, layers, budget, check, calibration_tokens)  # refuses what cannot be asked for
-    check_source(source)
+    found = check_source(source)
+    if quantize is not None:
+        check_quantizable(found.checkpoint, quantize)
     check_target(source, target, overwrite)
     for name, file in (("calibration", calibration), ("check", check)):
         if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
@@ -57,5 +68,5 @@ def convert(
         source, calibration, layers=layers, budget=budget, check=check, tokens=calibration_tokens, device=device
     )
     selection.explain(show)
-    describe(run(source, target, selection.wiring, copy=copy, overwrite=overwrite), show)
+    describe(run(source, target, selection.wiring, copy=copy, overwrite=overwrite, quantize=quantize), show)
     selection.save(target, show)

@@ -23,10 +23,17 @@ def inspect(source: Source, as_json: Json = False) -> None:
     console.print(f"wiring      {result['wiring']}", highlight=False)
     console.print(f"layers      {result['picture']}  (| standard, # rewired; layer 0 at the left)", highlight=False)
     console.print(f"parameters  {result['parameters']:,} in {result['dtype']}", highlight=False)
-    table = Table("tp", "weights per rank", "KV cache per token and rank")
+    quantised = result["quantization"]
+    if quantised:
+        console.print(f"quantised   {quantised['description']}", highlight=False)
+    sizes = {"weights per rank": "weight_bytes"}
+    if quantised:
+        sizes = {"weights per rank": "stored_bytes", "dequantised": "weight_bytes"}
+    table = Table("tp", *sizes, "KV cache per token and rank")
     for tp, row in result["ranks"].items():
         if "refused" in row:
-            table.add_row(str(tp), "-", row["refused"])
+            table.add_row(str(tp), *("-" for _ in sizes), row["refused"])
         else:
-            table.add_row(str(tp), f"{row['weight_bytes'] / 2**20:,.1f} MiB", f"{row['kv_bytes_per_token'] / 2**10:,.1f} KiB")
+            memory = (f"{row[key] / 2**20:,.1f} MiB" for key in sizes.values())
+            table.add_row(str(tp), *memory, f"{row['kv_bytes_per_token'] / 2**10:,.1f} KiB")
     console.print(table)

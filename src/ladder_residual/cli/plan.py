@@ -27,6 +27,11 @@ def plan(
     prompt: Annotated[int, typer.Option(help="Prompt tokens of each sequence.")] = 1024,
     new: Annotated[int, typer.Option(help="New tokens of each sequence.")] = 512,
     engine: Annotated[str | None, typer.Option(help="Engine profile: fused, compiled, paper, cpu.")] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="Of the layers' matrices: bf16, fp8, int4.", show_default="as config.json says, else bf16"),
+    ] = None,
+    kv_cache_dtype: Annotated[str, typer.Option(help="bf16 or fp8.")] = "bf16",
     hardware: HardwareFiles = None,
     hybrid: Annotated[bool, typer.Option("--hybrid", help="Draw speed-up against the number of converted layers.")] = False,
     wide: Annotated[
@@ -56,6 +61,8 @@ def plan(
         prompt=prompt,
         new=new,
         engine=engine,
+        weights=weights,
+        kv_cache_dtype=kv_cache_dtype,
         hardware=known,
     )
     curves = [hybrid_curve(row.case) if hybrid and row.fits else [] for row in rows]

@@ -11,6 +11,7 @@ import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,8 @@ from .sharding import ShardSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from .presets import ModelShape
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -87,15 +90,18 @@ def read_json(path: Path, limit: int = CONFIG_BYTES) -> dict[str, Any]:
 class Checkpoint:
     """The tensors of a directory, by name, without loading them."""
 
+    quantised = False  # whether this class reads such weights (quantization/checkpoint.py)
+
     def __init__(self, directory: Path, *, copies: bool = False, allow_nonfinite: bool = False) -> None:
         """``copies``: what is read has memory of its own. Otherwise it may be a view of the mapped file, whose pages then stay: fine
         for a whole model, but one that keeps a part of each file would hold all of it."""
         self.directory, self.copies, self.allow_nonfinite = directory, copies, allow_nonfinite
         self.config = read_json(directory / "config.json")
-        if self.config.get("quantization_config"):
-            raise ValueError(f"{directory} is quantised; dequantise it first (this loader reads plain float weights)")
+        if self.config.get("quantization_config") and not self.quantised:
+            raise ValueError(f"{directory} is quantised, which cannot be continued here: give the model it was quantised from")
         self._headers: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
         self.files = self._locate()
+        self.names = dict.fromkeys(self.files)  # in the order of the files
         self.used: set[str] = set()  # names that were read
         self._open: tuple[str, Any, int] | None = None
 
@@ -155,27 +161,48 @@ class Checkpoint:
         return handle
 
     def __contains__(self, name: str) -> bool:
-        return name in self.files
+        return name in self.names
 
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Checked on the way: a tensor of whole numbers or packed bits would be read as weights without a word."""
+    def stored(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Shape and dtype, as the file's header has them."""
         file = self.files[name]
         if name not in self._header(file):
             raise ValueError(f"{self.directory / file} does not hold {name}, which {INDEX} places there")
-        shape, dtype = self._header(file)[name]
+        return self._header(file)[name]
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Checked on the way: a tensor of whole numbers or packed bits would be read as weights without a word."""
+        shape, dtype = self.stored(name)
         if dtype not in _FLOATS:
-            raise ValueError(f"{self.directory / file}: {name} is stored as {dtype}; this loader reads {', '.join(_FLOATS)}")
+            raise ValueError(
+                f"{self.directory / self.files[name]}: {name} is stored as {dtype}; this loader reads {', '.join(_FLOATS)}"
+            )
         return shape
+
+    def stored_bytes(self, name: str, spec: ShardSpec | None, itemsize: int) -> int:
+        """What a rank that keeps ``spec`` of it holds, in numbers of ``itemsize`` bytes (quantised ones: of their own)."""
+        shape = self.shape(name)
+        return itemsize * prod(spec.local_shape(shape) if spec else shape)
+
+    def check_cuts(self, shape: ModelShape, tp: int) -> None:
+        """ValueError if sharding over ``tp`` ranks would cut through what must stay together: never, of plain weights."""
 
     def read(self, name: str, spec: ShardSpec | None = None) -> Tensor:
         """The tensor, or the part ``spec`` keeps of it; no more than that part is copied."""
-        import torch
-
         from .finite import check_weight
 
         self.used.add(name)
-        file = self.files[name]
-        shape = self.shape(name)
+        self.shape(name)
+        tensor = self.read_stored(name, spec)
+        if not self.allow_nonfinite:
+            check_weight(name, tensor, self.directory / self.files[name])
+        return tensor
+
+    def read_stored(self, name: str, spec: ShardSpec | None) -> Tensor:
+        """As it lies in the file, whatever its dtype."""
+        import torch
+
+        file, shape = self.files[name], self.stored(name)[0]
         size = 4
         for length in shape:
             size *= length
@@ -191,8 +218,6 @@ class Checkpoint:
             raise ValueError(f"{self.directory / file}: cannot read {name} of shape {list(shape)}: {error}") from error
         if self.copies:
             tensor = tensor.clone(memory_format=torch.contiguous_format)
-        if not self.allow_nonfinite:
-            check_weight(name, tensor, self.directory / file)
         return tensor
 
     def dtype(self) -> str:
@@ -207,7 +232,7 @@ class Checkpoint:
 
     def check_all_used(self) -> None:
         """ValueError if tensors were never asked for: the config describes another model than the weights make up."""
-        left = [name for name in self.files if name not in self.used and not self.is_computed(name)]
+        left = [name for name in self.names if name not in self.used and not self.is_computed(name)]
         if left:
             raise ValueError(
                 f"{self.directory} holds {len(left)} tensors that its config.json has no place for ({', '.join(sorted(left)[:3])}): "

@@ -1,4 +1,4 @@
-"""Rewire a checkpoint on disk: its ``config.json`` changes, its weights do not.
+"""Rewire a checkpoint on disk: its ``config.json`` changes, its weights do not, unless they are to be quantised.
 
 Weights are linked (or copied) as they are, so converting takes seconds at any size. A new target appears whole or not at all.
 """
@@ -16,6 +16,7 @@ from .checkpoint_writer import check_replaceable, new_directory
 from .families import Family, check_wiring
 from .hf_config import STUB, auto_map, class_name, stub_text
 from .preflight import check_source
+from .quantization.write import check_quantizable, config_of, write_fp8
 
 _BASE_ARCHITECTURES = "base_architectures"  # what the checkpoint was called before, so that the way back is exact
 # What goes along with the weights: tokenizer, templates, generation settings and texts; never code, never hidden files.
@@ -33,14 +34,21 @@ class Conversion:
     before: Wiring
     after: Wiring
     weights: list[str]
-    placed: str  # "linked" or "copied"
+    placed: str  # "linked", "copied" or "quantised"
     kept: list[str]  # tokenizer and other files taken along
+    quantised_bytes: tuple[int, int] | None = None  # of the weights, before and after
 
 
 def convert(
-    source: str | Path, target: str | Path, wiring: str | Wiring, *, copy: bool = False, overwrite: bool = False
+    source: str | Path,
+    target: str | Path,
+    wiring: str | Wiring | None = None,
+    *,
+    copy: bool = False,
+    overwrite: bool = False,
+    quantize: str | None = None,
 ) -> Conversion:
-    """Write a checkpoint with another wiring: its config changes, its weights stay.
+    """Write a checkpoint with another wiring: its config changes, its weights stay, also where they are quantised.
 
     The result loads with transformers' Auto classes after ``import ladder_residual``. It computes something else than the original,
     so it needs a short training to recover (``adapt``).
@@ -52,6 +60,8 @@ def convert(
             ``select_layers`` finds the layers that cost least.
         copy: Copy the weights instead of linking them.
         overwrite: Replace a checkpoint that is there.
+        quantize: ``"fp8"`` quantises the layers' projections: a scale per output row, dynamic activations, no calibration. The
+            wiring may then be left out, and stays as it is.
 
     Returns:
         What was done: ``target``, ``family``, the wirings ``before`` and ``after``, and the files.
@@ -65,8 +75,13 @@ def convert(
         ('standard', 'ladder:3-4', 'linked')
     """
     directory, target = resolve(source).resolve(), Path(target).resolve()
+    if wiring is None and quantize is None:
+        raise ValueError("nothing to convert: give a wiring (ladder, ladder:last-half ...), quantize fp8, or both")
     found = check_source(directory)
     checkpoint, family, before = found.checkpoint, found.family, found.wiring
+    if quantize is not None:
+        check_quantizable(checkpoint, quantize)
+    wiring = before if wiring is None else wiring
     after = Wiring.parse(wiring.spec if isinstance(wiring, Wiring) else wiring, before.num_layers)
     check_wiring(family, after)
     before.check_same_weights(after)
@@ -79,17 +94,26 @@ def convert(
     weights = sorted(set(checkpoint.files.values()))
     kept, index = files_along(checkpoint), [INDEX] if (directory / INDEX).exists() else []
     checkpoint.check_contained(["config.json", *weights, *index])
+    sizes: tuple[int, int] | None = None
     with new_directory(target, overwrite=overwrite) as written:
-        place = written.copy if copy else written.link
-        methods = {place(directory / name, name) for name in weights}
-        for name in (*kept, *index):
-            written.copy(directory / name, name)
         config = rewired_config(checkpoint.config, family, after)
+        if quantize is None:
+            place = written.copy if copy else written.link
+            methods = {place(directory / name, name) for name in weights}
+            for name in index:
+                written.copy(directory / name, name)
+        else:
+            methods = {"quantised"}
+            sizes = write_fp8(checkpoint, written)
+            config["quantization_config"] = config_of(checkpoint, family.head)
+            checkpoint.close()
+        for name in kept:
+            written.copy(directory / name, name)
         written.write("config.json", json.dumps(config, indent=2) + "\n")
         if after.kind != "standard":
             written.write(STUB, stub_text())
-    placed = "copied" if "copied" in methods else "linked"
-    return Conversion(target, family.model_type, before, after, weights, placed, kept)
+    placed = "copied" if "copied" in methods else methods.pop()
+    return Conversion(target, family.model_type, before, after, weights, placed, kept, sizes)
 
 
 def files_along(checkpoint: Checkpoint) -> list[str]:
@@ -145,6 +169,9 @@ def _check_apart(source: Path, target: Path, overwrite: bool) -> None:
 def describe(conversion: Conversion, write: Callable[[str], None]) -> None:
     write(f"family   {conversion.family}, {conversion.after.num_layers} layers")
     write(f"wiring   {conversion.before.spec} -> {conversion.after.spec}   {conversion.after.picture()}")
-    write(f"weights  {', '.join(conversion.weights)} ({conversion.placed}, unchanged)")
+    state = f"{conversion.placed}, unchanged"
+    if conversion.quantised_bytes:
+        state = "fp8 per channel, {:,.1f} -> {:,.1f} MiB".format(*(size / 2**20 for size in conversion.quantised_bytes))
+    write(f"weights  {', '.join(conversion.weights)} ({state})")
     write(f"kept     {', '.join(conversion.kept) or 'nothing else'}")
     write(f"written  {conversion.target}")

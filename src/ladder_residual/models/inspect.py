@@ -9,7 +9,7 @@ from typing import Any
 
 from .preflight import BYTES, CheckedSource, check_source
 from .presets import ModelShape
-from .sharding import check_divides, shard_of
+from .sharding import check_divides
 
 RANKS = range(1, 9)
 _LAYER = re.compile(r"(.*layers\.)([0-9]+)\.(.*)")
@@ -25,16 +25,14 @@ def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
         try:
             check_divides(shape, family, tp)
             wiring.check_tp(tp)
+            stored, loaded = found.rank_bytes(shape, tp, 0, BYTES[found.dtype])
         except ValueError as error:
             ranks[tp] = {"refused": str(error)}
             continue
-        elements = 0
-        for name, whole in shapes.items():
-            spec = shard_of(name, whole, shape, tp, 0)
-            elements += prod(spec.local_shape(whole) if spec else whole)
         kv_heads = max(1, shape.num_kv_heads // tp)
         ranks[tp] = {
-            "weight_bytes": elements * BYTES[found.dtype],
+            "weight_bytes": loaded,
+            "stored_bytes": stored,
             "kv_bytes_per_token": 2 * shape.num_layers * kv_heads * shape.head_dim * BYTES[found.dtype],
         }
     return {
@@ -44,6 +42,7 @@ def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
         "layers": shape.num_layers,
         "parameters": sum(map(prod, shapes.values())),
         "dtype": found.dtype,
+        "quantization": found.quantization.to_dict() if found.quantization else None,
         "shape": shape.to_dict(),
         "ranks": ranks,
     }
@@ -58,14 +57,10 @@ def _shape_by_transformers(found: CheckedSource) -> ModelShape:
 def _parameters(found: CheckedSource, shape: ModelShape) -> dict[str, tuple[int, ...]]:
     """Stored tensors and their shapes. ValueError unless the embedding is the config's and layers of a kind are alike; whether each
     tensor is what the family's model needs is checked where that model is built (``parameters.py``)."""
-    checkpoint, head = found.checkpoint, f"{found.family.head}.weight"
+    checkpoint = found.checkpoint
     if shape.tied_embeddings:
         checkpoint.check_tied_head()
-    shapes = {
-        name: checkpoint.shape(name)
-        for name in checkpoint.files
-        if not checkpoint.is_computed(name) or (name.endswith(head) and not shape.tied_embeddings)
-    }
+    shapes = found.stored_weights(shape)
     tops = [
         found_shape for name, found_shape in shapes.items() if name.rpartition(".")[0].endswith(("embed_tokens", "embed_in"))
     ]

@@ -123,13 +123,18 @@ def load_model(
     checkpoint, family, config = found.checkpoint, found.family, model_config(found)
     shape = ModelShape.from_hf(config.to_dict())
     check_divides(shape, family, size, uneven)  # again, with sizes that config.json leaves to the family's defaults
+    checkpoint.check_cuts(shape, size)
+    target = getattr(torch, found.dtype) if dtype == "auto" else DTYPES[dtype]
     if rank.rank == 0:
         warn_if_rank_dependent(found.wiring, size)
-    target = getattr(torch, found.dtype) if dtype == "auto" else DTYPES[dtype]
+        warn_if_dequantised(found, shape, size, target)
     options = {"attn_implementation": attention} if attention else {}
     if isinstance(rank, World) and rank.size > 1:
         rank.check_software()
-        rank.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
+        rank.check_same(
+            "the config or wiring",
+            json.dumps([config.to_dict(), str(target), str(found.quantization)], sort_keys=True, default=str),
+        )
         rank.check_same("the checkpoint", checkpoint.digest())
     file = checkpoint.directory / "config.json"
     with built_from(file), torch.device("meta"):
@@ -229,6 +234,19 @@ def warn_if_rank_dependent(wiring: Wiring, tp: int) -> None:
             f"was made: use the --tp it was trained with, and pin it (ladder convert ... --wiring {wiring.spec}@{tp})",
             stacklevel=3,
         )
+
+
+def warn_if_dequantised(found: CheckedSource, shape: ModelShape, tp: int, target: torch.dtype) -> None:
+    if found.quantization is None:
+        return
+    name = str(target).removeprefix("torch.")
+    stored, loaded = (f"{size / 2**20:,.1f} MiB" for size in found.rank_bytes(shape, tp, 0, target.itemsize))
+    activations = found.quantization.activations
+    asked = "" if activations == "unquantised" else f", and activations are {name} (the checkpoint asks for {activations} fp8)"
+    warnings.warn(
+        f"weights in {found.quantization.describe()} are dequantised to {name}: {loaded} on a rank, {stored} as stored{asked}",
+        stacklevel=3,
+    )
 
 
 def check_buffers(model: PreTrainedModel) -> None:

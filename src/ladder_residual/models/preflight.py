@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from ..core.config import CONFIG_KEY, Wiring
 from .checkpoint_reader import Checkpoint, resolve
 from .families import Family, check_wiring, family_of
 from .presets import ModelShape
-from .sharding import check_divides
+from .quantization.checkpoint import QuantizedCheckpoint, open_checkpoint
+from .quantization.spec import QuantSpec
+from .sharding import check_divides, shard_of
 
 DTYPES = {  # as users write them: as torch calls them
     "float32": "float32",
@@ -25,6 +28,7 @@ DTYPES = {  # as users write them: as torch calls them
 }
 BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 _STORED = {"BF16": "bfloat16", "F16": "float16"}
+_NOT_OF_THE_MODEL = ("model_type", "auto_map", "quantization_config")  # quantised weights are read as plain ones
 # Without one of these in config.json the family's own default holds, which only transformers knows.
 _SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
 
@@ -36,15 +40,19 @@ class CheckedSource:
     checkpoint: Checkpoint
     family: Family
     wiring: Wiring
-    fields: dict[str, Any]  # of config.json, with the wiring that was asked for
+    fields: dict[str, Any]  # of the model: config.json's, with the wiring that was asked for
 
     @property
     def shape(self) -> ModelShape | None:
         """None if ``config.json`` leaves sizes, or whether a stored head counts, to the family's defaults."""
-        head = any(name.endswith(f"{self.family.head}.weight") for name in self.checkpoint.files)
+        head = any(name.endswith(f"{self.family.head}.weight") for name in self.checkpoint.names)
         if any(self.fields.get(name) is None for name in (*_SIZES, *(["tie_word_embeddings"] if head else []))):
             return None
         return ModelShape.from_hf({**self.fields, "model_type": self.family.model_type})
+
+    @property
+    def quantization(self) -> QuantSpec | None:
+        return self.checkpoint.spec if isinstance(self.checkpoint, QuantizedCheckpoint) else None
 
     @property
     def dtype(self) -> str:
@@ -52,6 +60,25 @@ class CheckedSource:
         said = self.fields.get("dtype") or self.fields.get("torch_dtype")
         name = str(said).removeprefix("torch.")
         return name if name in BYTES else _STORED.get(self.checkpoint.dtype(), "float32")
+
+    def stored_weights(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
+        """What the files hold of the model and its shapes, without what is computed or tied to another."""
+        checkpoint, head = self.checkpoint, f"{self.family.head}.weight"
+        return {
+            name: checkpoint.shape(name)
+            for name in checkpoint.names
+            if not checkpoint.is_computed(name) or (name.endswith(head) and not shape.tied_embeddings)
+        }
+
+    def rank_bytes(self, shape: ModelShape, tp: int, rank: int, itemsize: int) -> tuple[int, int]:
+        """Of the weights of one of ``tp`` ranks: as they are stored (plain ones in numbers of ``itemsize`` bytes), and as they are
+        loaded, all in numbers of ``itemsize`` bytes."""
+        stored = loaded = 0
+        for name, whole in self.stored_weights(shape).items():
+            spec = shard_of(name, whole, shape, tp, rank)
+            stored += self.checkpoint.stored_bytes(name, spec, itemsize)
+            loaded += itemsize * prod(spec.local_shape(whole) if spec else whole)
+        return stored, loaded
 
 
 def check_source(
@@ -68,10 +95,10 @@ def check_source(
     if that cannot work."""
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}{did_you_mean(dtype, DTYPES)}; choose auto, {', '.join(DTYPES)}")
-    checkpoint = Checkpoint(resolve(source), copies=copies, allow_nonfinite=allow_nonfinite)
+    checkpoint = open_checkpoint(resolve(source), copies=copies, allow_nonfinite=allow_nonfinite)
     file = checkpoint.directory / "config.json"
     family = family_of(checkpoint.config)
-    fields = {key: value for key, value in checkpoint.config.items() if key not in ("model_type", "auto_map")}
+    fields = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
     layers = fields.get("num_hidden_layers")
     if not isinstance(layers, int) or isinstance(layers, bool):
         raise ValueError(f"{file}: num_hidden_layers is {layers!r:.40}, expected a whole number")
@@ -86,6 +113,7 @@ def check_source(
     if tp is not None:
         if shape := found.shape:
             check_divides(shape, family, tp, uneven)
+            checkpoint.check_cuts(shape, tp)
         chosen.check_tp(tp)
     return found
 

@@ -1,6 +1,6 @@
 """Published model shapes by name, for planning and benchmarks. One table, in ``assets/presets.json``; no torch.
 
-A shape is what speed depends on: sizes, not weights. Any Hugging Face ``config.json`` of a dense decoder gives one too.
+A shape is what speed depends on: sizes, not weights. Any Hugging Face ``config.json`` of a decoder gives one too.
 """
 
 from __future__ import annotations
@@ -13,6 +13,53 @@ from importlib import resources
 from typing import Any
 
 from ..common.suggest import did_you_mean
+
+_EXPERT_FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """The gated MLPs of a mixture's layer, of which each token takes some."""
+
+    count: int
+    per_token: int
+    size: int  # neurons of one
+    shared_size: int = 0  # neurons that every token takes
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) is not int or value < (field.name != "shared_size"):
+                raise ValueError(f"experts: {field.name} must be a positive whole number, got {value!r:.40}")
+        if self.per_token > self.count:
+            raise ValueError(f"experts: a token cannot take {self.per_token} of {self.count}")
+
+    @classmethod
+    def from_hf(cls, config: Mapping[str, Any]) -> Experts | None:
+        """Of a mixture's ``config.json``; None if it is no mixture, or leaves its sizes to a family's defaults."""
+        family = str(config.get("model_type")).removeprefix("ladder_")
+        count = config.get("num_local_experts" if family == "mixtral" else "num_experts")
+        size = config.get("intermediate_size" if family == "mixtral" else "moe_intermediate_size")
+        per_token = config.get("num_experts_per_tok")
+        if family not in _EXPERT_FAMILIES or None in (count, size, per_token):
+            return None
+        shared = (config.get("shared_expert_intermediate_size") or 0) if family == "qwen2_moe" else 0
+        return cls(count=count, per_token=per_token, size=size, shared_size=shared)  # type: ignore[arg-type]  # None is ruled out
+
+    def to_hf(self, family: str) -> dict[str, Any]:
+        if family == "mixtral":
+            return {"num_local_experts": self.count, "num_experts_per_tok": self.per_token}
+        shared = {"shared_expert_intermediate_size": self.shared_size} if self.shared_size else {}
+        return {
+            "num_experts": self.count,
+            "num_experts_per_tok": self.per_token,
+            "moe_intermediate_size": self.size,
+            **shared,
+        }
+
+    def read(self, tokens: int) -> float:
+        """How many of them ``tokens`` tokens need together, if each chooses by chance."""
+        return self.count * (1 - (1 - self.per_token / self.count) ** tokens)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,8 +76,11 @@ class ModelShape:
     vocab_size: int
     tied_embeddings: bool = False
     gated_mlp: bool = True  # gate, up and down; otherwise up and down
+    experts: Experts | None = None  # of every layer
 
     def __post_init__(self) -> None:
+        if isinstance(self.experts, Mapping):
+            object.__setattr__(self, "experts", Experts(**self.experts))
         for field in fields(self):
             value = getattr(self, field.name)
             if field.type == "int" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -70,7 +120,12 @@ class ModelShape:
             head_dim=config.get("head_dim") or hidden // heads,
             tied_embeddings=bool(config.get("tie_word_embeddings", False)),
             gated_mlp=found["family"].removeprefix("ladder_") not in ("gpt_neox", "starcoder2", "bloom", "nemotron"),
+            experts=Experts.from_hf(config),
         )
+
+    def require_dense(self, who: str) -> None:
+        if self.experts:
+            raise ValueError(f"{who} takes dense models, and this {self.family} is a mixture of {self.experts.count} experts")
 
     @property
     def attention_parameters(self) -> int:
@@ -79,6 +134,9 @@ class ModelShape:
 
     @property
     def mlp_parameters(self) -> int:
+        """Per layer: all experts and their router, of a mixture."""
+        if experts := self.experts:
+            return self.hidden_size * (3 * (experts.count * experts.size + experts.shared_size) + experts.count)
         return self.hidden_size * self.intermediate_size * (3 if self.gated_mlp else 2)
 
     @property
@@ -102,6 +160,7 @@ class ModelShape:
             "num_key_value_heads": self.num_kv_heads,
             "head_dim": self.head_dim,
             "tie_word_embeddings": self.tied_embeddings,
+            **(self.experts.to_hf(self.family) if self.experts else {}),
         }
 
 

@@ -30,6 +30,7 @@ def random_model(
     """This rank's shard of a Llama of ``shape``."""
     family = FAMILIES["llama"]
     config_class, _ = ladder_classes("llama")
+    shape.require_dense("a model with random weights")
     check_divides(shape, family, rank.size, uneven)
     config = config_class(**shape.to_hf(), max_position_embeddings=131072)
     with torch.device("meta"):

@@ -97,7 +97,15 @@ _HEAD_COLUMNS = ("o_proj", "dense")
 _NEURON_ROWS = ("gate_proj", "up_proj", "c_fc", "dense_h_to_4h", "w1", "w3")  # w1 to w3: the experts of Mixtral's checkpoints
 _NEURON_COLUMNS = ("down_proj", "c_proj", "dense_4h_to_h", "w2")
 _VOCABULARY = ("embed_tokens", "embed_in", "lm_head", "embed_out")
+_FUSED_ROWS = ("qkv_proj", "query_key_value", "gate_up_proj")
 ROW_PARALLEL = (*_HEAD_COLUMNS, *_NEURON_COLUMNS)  # one rank adds their bias, or the all-reduce would add it once per rank
+_PROJECTIONS = {*_QUERY_ROWS, *_KV_ROWS, *_FUSED_ROWS, *_NEURON_ROWS, *ROW_PARALLEL}
+
+
+def is_projection(name: str) -> bool:
+    """Whether it is the matrix of a projection of attention, an MLP or an expert: all but vocabulary, norms and routers."""
+    module, _, kind = name.rpartition(".")
+    return kind == "weight" and module.rpartition(".")[2] in _PROJECTIONS
 
 
 def shard_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: int) -> ShardSpec | None:

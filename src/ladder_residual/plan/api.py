@@ -22,6 +22,8 @@ def plan(
     prompt: int = 1024,
     new: int = 512,
     engine: str | None = None,
+    weights: str | None = None,
+    kv_cache_dtype: str = "bf16",
     hardware: Hardware | Sequence[str | Path] = (),
 ) -> list[PlanRow]:
     """Predict tokens/s, memory and speed-up of every wiring on a machine. Imports no torch and needs no GPU.
@@ -35,6 +37,8 @@ def plan(
         prompt: Prompt tokens of each sequence.
         new: New tokens of each sequence.
         engine: Engine profile: ``"fused"``, ``"compiled"``, ``"paper"``, ``"cpu"``. Default: the device's own, else ``"fused"``.
+        weights: Of the layers' matrices: ``"bf16"``, ``"fp8"`` or ``"int4"``. Default: as ``config.json`` says, else ``"bf16"``.
+        kv_cache_dtype: ``"bf16"`` or ``"fp8"``.
         hardware: TOML files with devices and links of your own.
 
     Returns:
@@ -62,6 +66,8 @@ def plan(
         new=new,
         engine_name=engine,
         hardware=known,
+        weights=weights,
+        kv_cache=kv_cache_dtype,
     )
     return [replace(row, advice=advise(row)) for row in evaluate_all(cases)]
 

@@ -9,11 +9,12 @@ from typing import Any
 from ..common.suggest import did_you_mean
 from ..models.hub import fetch, may_be_hub_id
 from ..models.presets import ModelShape, presets
+from ..models.quantization.spec import read_spec
 
+MIXTURES = "the planner reads those of mixtral, qwen2_moe and qwen3_moe"
 # Fields that mean a decoder whose cost this model does not describe; better refused than priced wrongly.
 UNSUPPORTED = {
-    "num_experts": "a mixture of experts",
-    "num_local_experts": "a mixture of experts",
+    "mlp_only_layers": "a mixture with dense layers between",
     "n_routed_experts": "a mixture of experts",
     "kv_lora_rank": "latent attention",
     "is_encoder_decoder": "an encoder-decoder",
@@ -26,15 +27,29 @@ def resolve_model(name: str) -> tuple[str, ModelShape]:
     """(a short name, the shape) of a preset, a local directory or ``config.json``, or ``owner/name`` on the hub."""
     if name in presets():
         return name, presets()[name]
+    short, file = _config_file(name)
+    return short, shape_of_config(file)
+
+
+def stored_weights(name: str) -> str:
+    """How a model's layers are stored: bf16, or what they are quantised to."""
+    if name in presets():
+        return "bf16"
+    _, file = _config_file(name)
+    spec = read_spec(_config(file), file)
+    return spec.format if spec else "bf16"
+
+
+def _config_file(name: str) -> tuple[str, Path]:
     path = Path(name).expanduser()
     if path.is_dir() or path.suffix == ".json":
         file = path / "config.json" if path.is_dir() else path
         if not file.is_file():
             raise ValueError(f"{path} has no config.json")
-        return path.name if path.is_dir() else path.stem, shape_of_config(file)
+        return path.name if path.is_dir() else path.stem, file
     if may_be_hub_id(name):
         try:
-            return name, shape_of_config(fetch(name, ["config.json"]) / "config.json")
+            return name, fetch(name, ["config.json"]) / "config.json"
         except ValueError as error:
             raise ValueError(f"{error}{did_you_mean(name, presets())}") from error
     raise ValueError(
@@ -44,16 +59,30 @@ def resolve_model(name: str) -> tuple[str, ModelShape]:
 
 
 def shape_of_config(file: Path) -> ModelShape:
+    config = _config(file)
+    for key, what in UNSUPPORTED.items():
+        if config.get(key):
+            raise ValueError(f"{file}: {key} says this is {what}; the planner knows decoders whose layers are alike")
+    try:
+        shape = ModelShape.from_hf(config)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+    for key in ("num_experts", "num_local_experts"):
+        if config.get(key) and shape.experts is None:
+            raise ValueError(f"{file}: {key} says this is a mixture of experts, whose sizes are not there; {MIXTURES}")
+    if shape.experts and config.get("decoder_sparse_step", 1) != 1:
+        step = config["decoder_sparse_step"]
+        raise ValueError(
+            f"{file}: decoder_sparse_step={step!r:.20} puts dense layers between; the planner knows layers that are alike"
+        )
+    return shape
+
+
+def _config(file: Path) -> dict[str, Any]:
     try:
         config: Any = json.loads(file.read_text())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{file} is not a readable JSON file: {error}") from error
     if not isinstance(config, dict):
         raise ValueError(f"{file} must hold a JSON object, found {type(config).__name__}")
-    for key, what in UNSUPPORTED.items():
-        if config.get(key):
-            raise ValueError(f"{file}: {key} says this is {what}; the planner knows dense decoders only")
-    try:
-        return ModelShape.from_hf(config)
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}") from error
+    return config

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from ..common.suggest import did_you_mean
 from ..core.config import Wiring
 from ..links.link import Link
 from ..models.presets import ModelShape
-from .cost import EngineProfile, Phase, RankCost, RankShape, engine
+from .cost import KV_CACHE_BYTES, WEIGHT_BYTES, EngineProfile, Phase, RankCost, RankShape, engine
 from .hardware import Device, Hardware, shipped
-from .models import resolve_model
+from .models import resolve_model, stored_weights
 from .schedule import LayerCost, Timeline, build, simulate
 
 TWO_STREAM = "ladder two-stream"
@@ -34,6 +35,8 @@ class Case:
     batch: int
     prompt: int
     new: int
+    weights: str = "bf16"  # of the layers' matrices
+    kv_cache: str = "bf16"
     real_ranks: bool = True  # False for an emulated rank, which has no collectives at the edges of the model
 
     def __post_init__(self) -> None:
@@ -41,9 +44,15 @@ class Case:
             value = getattr(self, name)
             if not 1 <= value <= MOST_TOKENS:
                 raise ValueError(f"{name} must be at least 1 and at most {MOST_TOKENS:,}, got {value!r:.40}")
+        for option, value, known in (
+            ("weights", self.weights, WEIGHT_BYTES),
+            ("kv-cache-dtype", self.kv_cache, KV_CACHE_BYTES),
+        ):
+            if value not in known:
+                raise ValueError(f"unknown {option} {value!r}{did_you_mean(value, known)}; choose {', '.join(known)}")
 
     def rank(self) -> RankCost:
-        return RankCost(RankShape(self.model, self.tp), self.device, self.engine)
+        return RankCost(RankShape(self.model, self.tp), self.device, self.engine, self.weights, self.kv_cache)
 
     def prefill_phase(self) -> Phase:
         return Phase(self.batch, self.prompt, self.prompt)
@@ -107,6 +116,8 @@ class PlanRow:
     batch: int
     prompt: int
     new: int
+    weights: str
+    kv_cache_dtype: str
     tokens_per_second: dict[str, float]  # by wiring, prefill included
     ms_per_token: dict[str, float]  # by wiring: one decode step
     step_ms: dict[
@@ -157,17 +168,22 @@ def make_cases(
     new: int,
     engine_name: str | None = None,
     hardware: Hardware | None = None,
+    weights: str | None = None,
+    kv_cache: str = "bf16",
 ) -> list[tuple[str, Case]]:
     """(model name, case) for every combination, checked."""
     hardware = hardware or shipped()
     name, shape = (model.family, model) if isinstance(model, ModelShape) else resolve_model(model)
+    if weights is None:
+        weights = "bf16" if isinstance(model, ModelShape) else stored_weights(model)
     place = hardware.device(device)
     profile = engine_on(place, engine_name)
     links = [hardware.link(one, place) for one in link]
     if not (tp and link and batch):
         raise ValueError("give at least one tp, one link and one batch")
+    asked: dict[str, Any] = dict(model=shape, device=place, engine=profile, weights=weights, kv_cache=kv_cache)
     cases = [
-        (name, Case(model=shape, device=place, link=one, engine=profile, tp=ranks, batch=size, prompt=prompt, new=new))
+        (name, Case(**asked, link=one, tp=ranks, batch=size, prompt=prompt, new=new))
         for ranks in tp
         for one in links
         for size in batch
@@ -207,6 +223,8 @@ def evaluate(name: str, case: Case) -> PlanRow:
         batch=case.batch,
         prompt=case.prompt,
         new=case.new,
+        weights=case.weights,
+        kv_cache_dtype=case.kv_cache,
         tokens_per_second=speeds,
         ms_per_token=steps,
         step_ms=parts,

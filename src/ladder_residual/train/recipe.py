@@ -46,7 +46,9 @@ class Model:
         given = {f.name: getattr(self, f.name) for f in fields(ModelShape) if f.name in {own.name for own in fields(self)}}
         given = {name: value for name, value in given.items() if value is not None}
         if self.preset is not None:
-            shape = ModelShape.from_name(self.preset).to_dict()
+            published = ModelShape.from_name(self.preset)
+            published.require_dense("model.preset")
+            shape = published.to_dict()
             if "head_dim" not in given and {"hidden_size", "num_heads"} & given.keys():
                 shape.pop("head_dim")
             given = shape | given | {"family": shape["family"] if self.family == "llama" else self.family}

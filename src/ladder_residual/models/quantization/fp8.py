@@ -1,0 +1,67 @@
+"""fp8 weights (E4M3): a number per weight, and a scale per tensor, output row or block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..sharding import ShardSpec
+from .layout import PLAIN, SCALES, Cut, Layout, Stored, expect, scaled_down, take
+from .spec import QuantSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DTYPE = "F8_E4M3"
+
+
+class Fp8(Layout):
+    main = "weight"
+    of_activations = ("input_scale", "input_scale_ub", "activation_scale")  # not needed: activations stay as they are
+
+    def __init__(self, spec: QuantSpec) -> None:
+        super().__init__(spec)
+        # The factor to multiply with; in this format it is called the inverse.
+        self.scales = ("weight_scale_inv", "weight_scale") if spec.method == "fp8" else ("weight_scale",)
+        self.parts = (self.main, *self.scales, *self.of_activations)
+
+    def is_quantised(self, held: Mapping[str, Stored]) -> bool:
+        """Plain layers have a ``weight`` too."""
+        return self.main in held and (held[self.main].dtype not in PLAIN or any(scale in held for scale in self.scales))
+
+    def shape(self, held: Mapping[str, Stored]) -> tuple[int, int]:
+        found = take(held, self.main, (DTYPE,))
+        if len(found) != 2:
+            raise ValueError(f"{self.main} has shape {list(found)}, expected a matrix")
+        rows, columns = found
+        name = next((scale for scale in self.scales if scale in held), self.scales[0])
+        scale = take(held, name, SCALES)
+        if self.spec.block:
+            expect(name, scale, (-(-rows // self.spec.block[0]), -(-columns // self.spec.block[1])))
+        elif self.spec.scales == "channel":
+            expect(name, scale, (rows, 1), (rows,))
+        else:
+            expect(name, scale, (), (1,))
+        return rows, columns
+
+    def cut(self, whole: tuple[int, int], spec: ShardSpec | None) -> Cut:
+        scale = None
+        if spec and self.spec.block:
+            side = self.spec.block[spec.dim]
+            scale = scaled_down(spec, side, whole[spec.dim], spec.dim, f"blocks of {side}")
+        elif spec and spec.dim == 0 and self.spec.scales == "channel":
+            scale = spec
+        return {self.main: spec, **dict.fromkeys(self.scales, scale)}
+
+    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
+        import torch
+
+        weight = parts[self.main].to(torch.float32)
+        scale = next(parts[name] for name in self.scales if name in parts).to(torch.float32)
+        if self.spec.block:
+            for dim, side in enumerate(self.spec.block):
+                length = weight.shape[dim]
+                scale = scale.repeat_interleave(min(side, length), dim).narrow(dim, 0, length)
+        elif self.spec.scales == "channel":
+            scale = scale.reshape(-1, 1)
+        return weight.mul_(scale)

@@ -1,0 +1,115 @@
+"""The tensors that make up one quantised weight: their names, their shapes, the part of each that a rank keeps, their sum.
+
+A ``Layout`` knows one format. A weight is [out, in] whatever its tensors look like, and what ``cut`` keeps of them is again a
+quantised weight of that format: scales, zero points, packed columns and ``g_idx`` travel with it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..sharding import ShardSpec
+from .spec import QuantSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PLAIN = ("F64", "F32", "F16", "BF16")
+SCALES = ("F32", "F16", "BF16")
+NIBBLES = 8  # int4 numbers in an int32
+Cut = dict[str, ShardSpec | None]  # of each tensor; None keeps all of it
+
+
+class Stored(NamedTuple):
+    """A tensor as a file's header has it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Layout(ABC):
+    """How one format stores a weight. Names are those behind the module's: ``weight_scale`` of ``...down_proj.weight_scale``."""
+
+    main: str  # the tensor that holds the numbers: a module is quantised if it has this one
+    parts: tuple[str, ...]  # every tensor that may belong to it, in the order they are named in messages
+    scales: tuple[str, ...]  # of those, the floats: they must be finite
+
+    def __init__(self, spec: QuantSpec) -> None:
+        self.spec = spec
+
+    def is_quantised(self, held: Mapping[str, Stored]) -> bool:
+        return self.main in held
+
+    @abstractmethod
+    def shape(self, held: Mapping[str, Stored]) -> tuple[int, int]:
+        """[out, in] of the weight. ValueError unless the tensors fit each other."""
+
+    @abstractmethod
+    def cut(self, whole: tuple[int, int], spec: ShardSpec | None) -> Cut:
+        """What a rank reads of each tensor to hold ``spec`` of the weight. ValueError if that is no whole number of groups."""
+
+    @abstractmethod
+    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
+        """In float32, of all the parts or of what ``cut`` keeps of them; ``whole`` is the shape of the uncut weight."""
+
+
+def take(held: Mapping[str, Stored], name: str, dtypes: tuple[str, ...]) -> tuple[int, ...]:
+    """The shape of a tensor that must be there, as one of ``dtypes``."""
+    if name not in held:
+        raise ValueError(f"has no {name}, which its format needs (it has {', '.join(sorted(held))})")
+    if held[name].dtype not in dtypes:
+        raise ValueError(f"{name} is stored as {held[name].dtype}, supported: {', '.join(dtypes)}")
+    if 0 in held[name].shape:
+        raise ValueError(f"{name} is empty: it has shape {list(held[name].shape)}")
+    return held[name].shape
+
+
+def expect(name: str, found: tuple[int, ...], *shapes: tuple[int, ...]) -> None:
+    if found not in shapes:
+        wanted = " or ".join(str(list(shape)) for shape in shapes)
+        raise ValueError(f"{name} has shape {list(found)}, expected {wanted}")
+
+
+def scaled_down(spec: ShardSpec, by: int, total: int, dim: int, what: str) -> ShardSpec:
+    """``spec`` counted in units of ``by``. ValueError unless its ranges begin and end between two units (or at the end)."""
+    for start, stop in spec.ranges:
+        if start % by or (stop % by and stop != total):
+            side = "rows" if spec.dim == 0 else "columns"
+            raise ValueError(
+                f"{side} {start} to {stop} of {total} are no whole number of {what}: use fewer ranks (--tp), so that each gets "
+                f"a multiple of {by} {side}"
+            )
+    return ShardSpec(dim, tuple((start // by, -(-stop // by)) for start, stop in spec.ranges))
+
+
+def unpacked(words: Tensor) -> Tensor:
+    """int32 [rows, columns / 8] -> uint8 [rows, columns]: eight numbers to a word, the first in its lowest bits."""
+    import torch
+
+    # Flat, because a dim of one word may have any stride. Little-endian, as safetensors is.
+    pairs = words.contiguous().flatten().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(words.shape[0], -1)
+
+
+def grouped(numbers: Tensor, zeros: Tensor | float, scales: Tensor, group_of_column: Tensor | None) -> Tensor:
+    """``(numbers - zeros) * scales`` [out, in] in float32; zeros and scales are [out, groups], all of one size unless
+    ``group_of_column`` says otherwise."""
+    import torch
+
+    weight = numbers.to(torch.float32)
+    scales = scales.to(torch.float32)
+    zeros = zeros.to(torch.float32) if isinstance(zeros, torch.Tensor) else torch.full_like(scales, zeros)
+    if group_of_column is not None:
+        places = group_of_column.long()
+        return weight.sub_(zeros[:, places]).mul_(scales[:, places])
+    by_group = weight.view(weight.shape[0], scales.shape[1], -1)
+    by_group.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1))
+    return weight
+
+
+def check_groups(g_idx: Tensor, groups: int) -> None:
+    low, high = int(g_idx.min()), int(g_idx.max())
+    if low < 0 or high >= groups:
+        raise ValueError(f"g_idx names groups {low} to {high}, but there are scales of {groups} (0 to {groups - 1})")
