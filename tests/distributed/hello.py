@@ -3,13 +3,14 @@
 import json
 import logging
 import os
+import resource
 import signal
 import sys
 import time
 
 import torch
 
-from ladder_residual.distributed.launch import run_command
+from ladder_residual.distributed.launch import OUT_OF_MEMORY, run_command
 from ladder_residual.distributed.sockets import PeerLost
 
 
@@ -20,6 +21,27 @@ def lose_rank_1():
         raise PeerLost("rank 0 lost its connection to rank 1 at 127.0.0.1: Connection reset by peer")
     time.sleep(1.0)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def starve_rank_1():
+    """As deep calls do not fit any more, nor anything else."""
+    if os.environ["RANK"] == "1":
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 20, 1 << 20))
+        nested(600)
+    time.sleep(60)
+
+
+def nested(calls):
+    one = two = three = four = five = six = seven = eight = calls
+    if calls:
+        return nested(calls - 1), one, two, three, four, five, six, seven, eight
+    return bytearray(1 << 30)
+
+
+def trip_rank_1():
+    if os.environ["RANK"] == "1":
+        raise KeyError("a bug")
+    time.sleep(60)
 
 
 if __name__ == "__main__":
@@ -36,3 +58,9 @@ if __name__ == "__main__":
         sys.exit(2 if os.environ["RANK"] == "1" else 0)
     if "lose" in sys.argv:
         run_command(lose_rank_1)
+    if "starve" in sys.argv:
+        run_command(starve_rank_1)
+    if "mute" in sys.argv and os.environ["RANK"] == "1":
+        sys.exit(OUT_OF_MEMORY)
+    if "bug" in sys.argv:
+        run_command(trip_rank_1)
