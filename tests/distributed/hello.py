@@ -52,6 +52,7 @@ if __name__ == "__main__":
         "read": sys.stdin.read() if os.environ["RANK"] == "0" else None,
         "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)],
         "logging": logging.root.manager.disable,
+        "interfaces": {os.environ["GLOO_SOCKET_IFNAME"], os.environ["NCCL_SOCKET_IFNAME"]} == {"lo"},
     }
     os.write(1, (json.dumps([os.environ["RANK"], found]) + "\n").encode())  # in one piece, beside the other rank's
     if "fail" in sys.argv:

@@ -28,6 +28,7 @@ def test_a_forked_rank_finds_what_an_executed_one_finds(arguments):
     forked, executed = start("fork", *arguments), start("execute", *arguments)
     assert [forked[:2], sorted(forked[1])] == [executed[:2], ["0", "1"]]
     assert forked[1]["0"]["read"] == "a line\n"
+    assert forked[1]["0"]["interfaces"]  # nothing is offered to other hosts, also not by NCCL
     assert forked[0] == (1 if "fail" in arguments else 0)
     if "fail" in arguments:  # the rank left no message: the launcher names it
         assert all("rank 1 of 2" in said and "failed with exit code 2" in said for said in (forked[2], executed[2]))

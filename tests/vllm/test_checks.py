@@ -26,6 +26,47 @@ def served_as(wiring: str, family: str = "llama", **parallel: Any) -> Any:
     )
 
 
+class Watched(SimpleNamespace):
+    """Notes which of its fields are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            vars(self).setdefault("_read", set()).add(name)
+        return super().__getattribute__(name)
+
+
+def parts_of(config: Any) -> dict[str, Any]:
+    """vLLM's configuration and its parts, which vLLM has in classes of their own."""
+    return {"": config, **{name: part for name, part in vars(config).items() if isinstance(part, SimpleNamespace)}} | {
+        "pass_config": config.compilation_config.pass_config
+    }
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_every_field_that_is_read_is_refused_by_name_where_vllm_lacks_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.31.0")  # the passes are of older releases
+
+    def asked() -> Any:
+        config = served_as("ladder", family, tensor_parallel_size=2)
+        config.lora_config = SimpleNamespace(fully_sharded_loras=False)
+        config.speculative_config = SimpleNamespace(method="ngram")
+        for part in parts_of(config).values():
+            part.__class__ = Watched
+        return config
+
+    whole = asked()
+    checked_wiring(whole, family)
+    read = [(name, field) for name, part in parts_of(whole).items() for field in sorted(vars(part)["_read"])]
+    assert len(read) > 12
+    for name, field in read:
+        config = asked()
+        delattr(parts_of(config)[name], field)
+        with pytest.raises(
+            ValueError, match=rf"vLLM 0\.31\.0 has no Watched\.{field}, which the ladder plugin needs: pip install"
+        ):
+            checked_wiring(config, family)
+
+
 def test_diverging_streams_are_not_sent_between_stages() -> None:
     two_by_two = {"tensor_parallel_size": 2, "pipeline_parallel_size": 2}
     assert checked_wiring(served_as("ladder", **two_by_two), "llama").spec == "ladder"

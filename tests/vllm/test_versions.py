@@ -85,7 +85,12 @@ def test_the_installed_vllm_has_what_is_used() -> None:
     assert "skip_final_all_reduce" in {field.name for field in dataclasses.fields(FusedMoEConfig)}
 
 
-def test_a_function_vllm_does_not_have_is_said_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_vllm_does_not_have_is_said_and_rewired_models_are_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "_not_wrapped", set())
+    rewired = AutoConfig.for_model("llama", num_hidden_layers=4, wiring="ladder")
+    route(rewired)
     owner = SimpleNamespace(__name__="vllm.config.model")
     logger = logging.getLogger("vllm.ladder_residual")
     logger.addHandler(caplog.handler)
@@ -95,3 +100,6 @@ def test_a_function_vllm_does_not_have_is_said_and_nothing_else(caplog: pytest.L
         logger.removeHandler(caplog.handler)
     assert "has no vllm.config.model.get_hf_text_config" in caplog.text
     assert versions.INSTALL in caplog.text
+    with pytest.raises(ValueError, match=r"has no vllm\.config\.model\.get_hf_text_config, which the ladder plugin needs"):
+        route(rewired)
+    route(AutoConfig.for_model("llama"))

@@ -174,7 +174,8 @@ def launch(arguments: Sequence[str], ranks: int, module: str = "ladder_residual"
 
     from .rendezvous import register
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing leaves it
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # one host: nothing leaves it
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.ERROR)  # what the launcher says of a failure we say better
     with tempfile.TemporaryDirectory(prefix="ladder-") as scratch:  # which only this user can open
