@@ -1,10 +1,13 @@
 """Messages over sockets: nothing locks up, however full the buffers are and whoever else connects."""
 
 import json
+import os
+import resource
 import socket
+import struct
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import pytest
 import torch
@@ -92,3 +95,64 @@ def test_a_rank_that_never_comes_is_missed_at_the_deadline():
         over.set()
         thread.join()
     assert time.monotonic() - start < 4
+
+
+def _connected(size, timeout=10.0):
+    """The sockets of ``size`` ranks, each made by a thread of this process."""
+    store, made = dist.HashStore(), {}
+
+    def make(rank):
+        made[rank] = PeerSockets(store, rank, size, "127.0.0.1", timeout)
+
+    threads = [threading.Thread(target=make, args=(rank,)) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [made[rank] for rank in range(size)]
+
+
+def test_a_process_with_a_thousand_open_files_has_sockets_too():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2048:
+        pytest.skip(f"this process may open {hard} files only")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
+    with ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        both = _connected(2)
+        started = [sockets.start_all_gather(torch.full((1 << 20,), float(sockets.rank))) for sockets in both]
+        threads = [threading.Thread(target=sockets.drain) for sockets in both]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        for sockets in both:
+            sockets.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert all(torch.equal(parts[rank], torch.full((1 << 20,), float(rank))) for _, parts in started for rank in range(2))
+
+
+def test_a_peer_that_resets_its_connection_as_it_joins_is_named(monkeypatch):
+    """It knew the secret, and died: the connection is of nobody any more."""
+    store = dist.HashStore()
+
+    def join_and_die():
+        address, port, secret = json.loads(store.get("ladder_residual/sockets/0"))
+        with socket.create_connection((address, port)) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            connection.sendall(bytes.fromhex(secret) + (1).to_bytes(4, "big"))
+            assert greeted.wait(10)
+
+    greeted, add = threading.Event(), PeerSockets._add
+
+    def add_late(self, rank, connection):
+        greeted.set()
+        thread.join()
+        add(self, rank, connection)
+
+    thread = threading.Thread(target=join_and_die)
+    thread.start()
+    monkeypatch.setattr(PeerSockets, "_add", add_late)
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1 as they connected"):
+        PeerSockets(store, 0, 2, "127.0.0.1", 10.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,52 @@ def served_as(wiring: str, family: str = "llama", **parallel: Any) -> Any:
         speculative_config=None,
         lora_config=None,
     )
+
+
+class Watched(SimpleNamespace):
+    """Notes which of its fields are read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if not name.startswith("_"):
+            vars(self).setdefault("_read", set()).add(name)
+        return super().__getattribute__(name)
+
+
+def watched(part: SimpleNamespace) -> Watched:
+    return Watched(
+        **{name: watched(field) if isinstance(field, SimpleNamespace) else field for name, field in vars(part).items()}
+    )
+
+
+def parts_of(config: Watched) -> Iterator[Watched]:
+    """vLLM's configuration and its parts."""
+    yield config
+    for field in vars(config).values():
+        if isinstance(field, Watched):
+            yield from parts_of(field)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])
+def test_every_field_that_is_read_is_refused_by_name_where_vllm_lacks_it(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.31.0")  # the passes are of older releases
+
+    def asked() -> Watched:
+        config = served_as("ladder", family, tensor_parallel_size=2)
+        config.lora_config = SimpleNamespace(fully_sharded_loras=False)
+        config.speculative_config = SimpleNamespace(method="ngram")
+        return watched(config)
+
+    whole = asked()
+    checked_wiring(whole, family)
+    read = [(number, field) for number, part in enumerate(parts_of(whole)) for field in sorted(vars(part).get("_read", ()))]
+    assert len(read) > 12
+    for number, field in read:
+        config = asked()
+        delattr(list(parts_of(config))[number], field)
+        with pytest.raises(
+            ValueError, match=rf"vLLM 0\.31\.0 has no Watched\.{field}, which the ladder plugin needs: pip install"
+        ):
+            checked_wiring(config, family)
 
 
 def test_diverging_streams_are_not_sent_between_stages() -> None:

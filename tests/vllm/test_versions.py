@@ -76,16 +76,27 @@ def test_sequence_parallelism_is_looked_for_where_vllm_has_it(monkeypatch: pytes
 
 
 def test_the_installed_vllm_has_what_is_used() -> None:
-    from vllm.config import ParallelConfig, VllmConfig
+    from vllm.config import ModelConfig, ParallelConfig, VllmConfig
     from vllm.model_executor.layers.fused_moe.config import FusedMoEConfig
 
     assert versions.runs_two_batches(ParallelConfig()) is False
     assert versions.runs_two_batches(ParallelConfig(enable_dbo=True)) is True
     assert versions.sequence_parallel_passes(VllmConfig()) == []
     assert "skip_final_all_reduce" in {field.name for field in dataclasses.fields(FusedMoEConfig)}
+    # What is read on a GPU alone. The model's fields are those of a config that needs a checkpoint.
+    versions.checked(VllmConfig(), "compilation_config", "max_cudagraph_capture_size")
+    versions.checked(VllmConfig(), "compilation_config", "cudagraph_mode")
+    versions.checked(VllmConfig(), "scheduler_config", "max_num_batched_tokens")
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert {"hf_text_config", "dtype", "quantization", "enforce_eager", "enable_sleep_mode"} <= fields
 
 
-def test_a_function_vllm_does_not_have_is_said_and_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_function_vllm_does_not_have_is_said_and_rewired_models_are_refused(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(versions, "_not_wrapped", set())
+    rewired = AutoConfig.for_model("llama", num_hidden_layers=4, wiring="ladder")
+    route(rewired)
     owner = SimpleNamespace(__name__="vllm.config.model")
     logger = logging.getLogger("vllm.ladder_residual")
     logger.addHandler(caplog.handler)
@@ -95,3 +106,6 @@ def test_a_function_vllm_does_not_have_is_said_and_nothing_else(caplog: pytest.L
         logger.removeHandler(caplog.handler)
     assert "has no vllm.config.model.get_hf_text_config" in caplog.text
     assert versions.INSTALL in caplog.text
+    with pytest.raises(ValueError, match=r"has no vllm\.config\.model\.get_hf_text_config, which the ladder plugin needs"):
+        route(rewired)
+    route(AutoConfig.for_model("llama"))

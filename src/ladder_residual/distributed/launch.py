@@ -17,11 +17,12 @@ import socket
 import sys
 import tempfile
 import time
+import traceback
 import uuid
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ..common.terminal import make_messages_printable, one_line
 
@@ -29,7 +30,11 @@ USER_ERROR = 2  # exit code of a rank that has printed its error already
 LOST_PEER = 3  # exit code of a rank that failed because another one did
 OUT_OF_MEMORY = 4  # exit code of a rank that could not get the memory it needs
 STOPPED = 128 + signal.SIGTERM  # exit code of a run that saved a checkpoint because of SIGTERM, as schedulers expect
-_NO_MEMORY = re.compile(r"can't allocate memory|Cannot allocate memory|out of memory", re.IGNORECASE)
+# The last is what CPython 3.11 says of a frame that it has no memory for.
+_NO_MEMORY = re.compile(
+    "can't allocate memory|Cannot allocate memory|out of memory|error return without exception set", re.IGNORECASE
+)
+_FRAME_WORDS = 1 << 16  # see _on_room_for_frames
 _SILENT = re.compile(r"waited [0-9]+ s for|[Tt]imed out|timeout caused|[Tt]imeout waiting|Wait timeout")
 _HANDLERS = {signal.SIGINT: signal.default_int_handler} | dict.fromkeys(
     (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), signal.SIG_DFL
@@ -91,22 +96,26 @@ def report_error(message: str, code: int) -> None:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """The host's fault, whatever was being done: nobody may take it for a fault of the input."""
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError | OSError) and bool(_NO_MEMORY.search(str(error))))
+    kinds = RuntimeError | OSError | SystemError
+    return isinstance(error, MemoryError) or (isinstance(error, kinds) and bool(_NO_MEMORY.search(str(error))))
 
 
 def user_message(error: Exception) -> tuple[str, int] | None:
     """The message for the user and the exit code of ``error``; None if it is unexpected, so that its traceback is shown."""
     text = str(error)
     if is_out_of_memory(error):
-        who = f"rank {os.environ['RANK']} on " if os.environ.get("WORLD_SIZE", "1") not in ("", "1") else ""
-        detail = f" ({text.splitlines()[0][:200]})" if text else ""
-        fix = "use more ranks, a smaller batch or fewer tokens"
-        return f"{who}{socket.gethostname()} ran out of memory{detail}: {fix}", OUT_OF_MEMORY
+        rank = os.environ["RANK"] if os.environ.get("WORLD_SIZE", "1") not in ("", "1") else None
+        return _out_of_memory(rank, f" ({text.splitlines()[0][:200]})" if text else ""), OUT_OF_MEMORY
     if isinstance(error, ValueError | OSError):
         return text, USER_ERROR
     from .sockets import PeerLost
 
     return (text, LOST_PEER) if isinstance(error, PeerLost) else None
+
+
+def _out_of_memory(rank: object, detail: str = "") -> str:
+    who = "" if rank is None else f"rank {rank} on "
+    return f"{who}{socket.gethostname()} ran out of memory{detail}: use more ranks, a smaller batch or fewer tokens"
 
 
 def follow_launcher() -> None:
@@ -122,15 +131,36 @@ def run_command(command: Callable[[], object]) -> None:
     follow_launcher()
     make_messages_printable()
     try:
-        command()
+        _on_room_for_frames(command)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        if is_out_of_memory(error):
+            _end_without_memory(error)
         known = user_message(error)
         if known is None:
             raise
         report_error(*known)
         sys.exit(known[1])
+
+
+def _on_room_for_frames(command: Callable[[], object]) -> None:
+    """Python asks for memory as calls nest; where it gets none, CPython 3.11 ends in SystemError or SIGSEGV. So this asks for the
+    frames of all calls below at once: its own is made large, and CPython takes twice that. What is not used takes address space only."""
+    command()
+
+
+_on_room_for_frames.__code__ = _on_room_for_frames.__code__.replace(co_stacksize=_FRAME_WORDS)
+
+
+def _end_without_memory(error: Exception) -> NoReturn:
+    """With a message if there is memory for one; the launcher writes that of a rank which ends with this code and left none."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None  # frees what the calls held
+    try:
+        if known := user_message(error):
+            report_error(*known)
+    finally:
+        sys.exit(OUT_OF_MEMORY)
 
 
 def launch(arguments: Sequence[str], ranks: int, module: str = "ladder_residual", preload: str = "torch") -> int:
@@ -144,7 +174,8 @@ def launch(arguments: Sequence[str], ranks: int, module: str = "ladder_residual"
 
     from .rendezvous import register
 
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # one host: nothing leaves it
+    for library in ("GLOO", "NCCL"):
+        os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")  # one host: nothing leaves it
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     logging.disable(logging.ERROR)  # what the launcher says of a failure we say better
     with tempfile.TemporaryDirectory(prefix="ladder-") as scratch:  # which only this user can open
@@ -198,13 +229,20 @@ def _forked_rank(module: str, arguments: list[str], stdin: int) -> None:
     sys.stdin = os.fdopen(stdin)
     sys.argv = [module, *arguments]
     warnings.filterwarnings("ignore", "'ladder_residual.* found in sys.modules", RuntimeWarning)  # so it is
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except Exception:  # torch would put it into a file that nobody reads
+        traceback.print_exc()
+        sys.exit(1)
 
 
 def _explain(failures: Any, messages: Path, ranks: int) -> int:
     """Print what the ranks left, each message once, and which rank was the cause; the exit code."""
     whole = [path for path in messages.iterdir() if path.suffix != ".draft"]
     left = {int(path.name): json.loads(path.read_text(encoding="utf-8")) for path in whole}
+    for rank, failure in failures.items():
+        if failure.exitcode == OUT_OF_MEMORY:
+            left.setdefault(rank, (OUT_OF_MEMORY, _out_of_memory(rank)))
     causes = {rank: text for rank, (code, text) in sorted(left.items()) if code != LOST_PEER}
     if not causes and not any(_SILENT.search(text) for _, text in left.values()):
         # Ranks that lost a peer are consequences; the one they lost is the cause. Not one that the launcher ended after them.

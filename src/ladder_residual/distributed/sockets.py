@@ -77,9 +77,12 @@ class PeerSockets:
             raise PeerLost(f"rank {rank} waited {timeout:.0f} s for rank {missing[0]} to connect to {host}")
 
     def _add(self, rank: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
-        self._peers[rank] = _Peer(rank, connection)
+        try:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connection.setblocking(False)
+            self._peers[rank] = _Peer(rank, connection)
+        except OSError as error:
+            raise PeerLost(f"rank {self.rank} lost rank {rank} as they connected: {error}") from error
 
     def start_all_gather(self, local: Tensor) -> tuple[int, list[Tensor]]:
         """Send ``local`` to every rank. Returns the number to ``receive`` and a tensor per rank, the others' filled by then."""
@@ -120,9 +123,11 @@ class PeerSockets:
                 raise PeerLost(
                     f"rank {self.rank} waited {self.timeout:.0f} s for {late[0]}: it is stopped, or the link is down"
                 )
-            reading = [peer.connection for peer in self._peers.values() if peer.expected]
-            writing = [peer.connection for peer in self._peers.values() if peer.outbox]
-            select.select(reading, writing, [], min(left, 1.0))
+            poll = select.poll()
+            for peer in self._peers.values():
+                if events := (select.POLLIN if peer.expected else 0) | (select.POLLOUT if peer.outbox else 0):
+                    poll.register(peer.connection, events)
+            poll.poll(1e3 * min(left, 1.0))
 
     def _write(self, peer: _Peer) -> None:
         """As much as the kernel takes now; the rest goes with the next call."""
@@ -195,6 +200,14 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(flat)
 
 
+def _ready(connections: Iterable[socket.socket], seconds: float) -> list[socket.socket]:
+    """Those that can be read. Not ``select``, which knows none of a process's files after the first 1024."""
+    poll, by_file = select.poll(), {connection.fileno(): connection for connection in connections}
+    for file in by_file:
+        poll.register(file, select.POLLIN)
+    return [by_file[file] for file, _ in poll.poll(1e3 * seconds)]
+
+
 def _greeted(
     server: socket.socket, secret: bytes, expected: Iterable[int], deadline: float
 ) -> Iterator[tuple[int, socket.socket]]:
@@ -207,7 +220,7 @@ def _greeted(
     server.setblocking(False)
     try:
         while missing and (left := deadline - time.monotonic()) > 0:
-            for connection in select.select([server, *heard], [], [], left)[0]:
+            for connection in _ready([server, *heard], left):
                 if connection is server:
                     with suppress(OSError):  # gone before it was accepted
                         newcomer = server.accept()[0]

@@ -207,10 +207,8 @@ def score_all(model: Any, requests: Requests, batch_tokens: int | None = None, p
 
 def main() -> None:
     import argparse
-    import sys
 
-    from ..distributed.launch import report_error, user_message
-    from ..distributed.world import distributed
+    from ..distributed.launch import run_command
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], prog="python -m ladder_residual.evaluate.score")
     parser.add_argument("model", help="checkpoint directory or hub id")
@@ -223,19 +221,18 @@ def main() -> None:
         "--batch-tokens", type=int, help=f"default: {BATCH_TOKENS['cuda']} on CUDA, {BATCH_TOKENS['cpu']} on CPU"
     )
     options = parser.parse_args()
-    try:
-        requests = Requests.load(options.requests)
-        with distributed(options.device) as world:
-            _run(options, requests, world)
-    except Exception as error:
-        known = user_message(error)
-        if known is None:
-            raise
-        report_error(*known)
-        sys.exit(known[1])
+    run_command(lambda: _run(options))
 
 
-def _run(options: Any, requests: Requests, world: Any) -> None:
+def _run(options: Any) -> None:
+    from ..distributed.world import distributed
+
+    requests = Requests.load(options.requests)
+    with distributed(options.device) as world:
+        _score(options, requests, world)
+
+
+def _score(options: Any, requests: Requests, world: Any) -> None:
     from ..models.loading import load_model
 
     dtype = "bfloat16" if options.dtype == "auto" and world.device.type == "cuda" else options.dtype

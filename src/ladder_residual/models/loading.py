@@ -131,7 +131,10 @@ def load_model(
     options = {"attn_implementation": attention} if attention else {}
     if isinstance(rank, World) and rank.size > 1:
         rank.check_software()
-        rank.check_same("the config or wiring", json.dumps([config.to_dict(), str(target)], sort_keys=True, default=str))
+        rank.check_same(
+            "the config or wiring",
+            json.dumps([config.to_dict(), str(target), str(found.quantization)], sort_keys=True, default=str),
+        )
         rank.check_same("the checkpoint", checkpoint.digest())
     file = checkpoint.directory / "config.json"
     with built_from(file), torch.device("meta"):

@@ -20,7 +20,8 @@ def checked_wiring(vllm_config: Any, model_type: str) -> Wiring:
     """The wiring of the checkpoint, or ValueError with the reason it cannot be served so."""
     check_version()
     asked()
-    config = vllm_config.model_config.hf_config
+    model_config = checked(vllm_config, "model_config")
+    config = checked(model_config, "hf_config")
     family = family_of(config.to_dict())
     if family.model_type != model_type:
         raise ValueError(
@@ -30,22 +31,22 @@ def checked_wiring(vllm_config: Any, model_type: str) -> Wiring:
     wiring = wiring_of(config)
     check_wiring(family, wiring)
     boundaries(wiring)  # refuses what the layers here cannot run
-    if model_type in ("gemma2", "gemma3_text") and vllm_config.model_config.dtype == torch.float16:
+    if model_type in ("gemma2", "gemma3_text") and checked(model_config, "dtype") == torch.float16:
         raise ValueError(f"{model_type} overflows in float16: run with --dtype bfloat16")  # vLLM knows it by model_type
-    speculative = vllm_config.speculative_config
-    if speculative is not None and speculative.method not in ("ngram", "suffix"):
+    speculative = checked(vllm_config, "speculative_config")
+    if speculative is not None and (method := checked(speculative, "method")) not in ("ngram", "suffix"):
         raise ValueError(
-            f"speculative decoding with {speculative.method!r} may read hidden states that a rewired model does not have; ngram and "
+            f"speculative decoding with {method!r} may read hidden states that a rewired model does not have; ngram and "
             f"suffix work"
         )
-    _check_parallel(vllm_config.parallel_config, wiring, model_type)
+    _check_parallel(checked(vllm_config, "parallel_config"), wiring, model_type)
     if wiring.kind != "standard":
         _check_communication(vllm_config, wiring)
     return wiring
 
 
 def _check_parallel(parallel: Any, wiring: Wiring, model_type: str) -> None:
-    tensor, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    tensor, stages = checked(parallel, "tensor_parallel_size"), checked(parallel, "pipeline_parallel_size")
     wiring.check_tp(tensor)
     if wiring.kind in RANK_DEPENDENT and stages > 1 and tensor > 1:
         raise ValueError(
@@ -57,7 +58,7 @@ def _check_parallel(parallel: Any, wiring: Wiring, model_type: str) -> None:
             f"vLLM's granite hands on the whole stream between pipeline stages, but wiring {wiring.spec} needs its last output apart: "
             f"run with --pipeline-parallel-size 1 (got {stages})"
         )
-    if model_type in MIXTURES and (parallel.enable_expert_parallel or parallel.data_parallel_size > 1):
+    if model_type in MIXTURES and (checked(parallel, "enable_expert_parallel") or checked(parallel, "data_parallel_size") > 1):
         raise ValueError(
             "with expert or data parallelism vLLM reduces the experts' outputs inside the layer, where the all-reduce cannot be deferred: "
             "run without --enable-expert-parallel and with --data-parallel-size 1"
@@ -70,13 +71,13 @@ def _check_parallel(parallel: Any, wiring: Wiring, model_type: str) -> None:
 
 
 def _check_communication(vllm_config: Any, wiring: Wiring) -> None:
-    parallel, lora = vllm_config.parallel_config, vllm_config.lora_config
+    parallel, lora = checked(vllm_config, "parallel_config"), checked(vllm_config, "lora_config")
     if passes := sequence_parallel_passes(vllm_config):
         raise ValueError(
             f"sequence parallelism (AsyncTP) rewrites the all-reduces of standard layers only: set pass_config.{passes[0]} to false in "
             f"--compilation-config"
         )
-    if parallel.tensor_parallel_size == 1:
+    if checked(parallel, "tensor_parallel_size") == 1:
         return
     # vLLM's communicators are for one stream at a time, so a module must not communicate while an all-reduce is in flight.
     if lora is not None and checked(lora, "fully_sharded_loras"):

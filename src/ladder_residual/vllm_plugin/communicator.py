@@ -26,7 +26,7 @@ from ..core.reduce import CompletedWork, Reducer, ReduceWork
 from ..distributed.reducers import AsyncReducer
 from ..distributed.sockets import PeerSockets
 from .overlap import ALWAYS, NEVER, VARIABLE, Overlap, asked, measure, module_bytes
-from .versions import graphs_for_decode_only, second_nccl
+from .versions import checked, graphs_for_decode_only, second_nccl
 
 logger = init_logger("vllm.ladder_residual")
 
@@ -140,23 +140,24 @@ class Communicator:
         in_line, beside = InLineReducer(self.group), SideStreamReducer(self.group)
         self.overlap = ALWAYS if mode == "always" else self._measured(vllm_config, in_line, beside)
         self.reducer = ChoosingReducer(in_line, beside, self.overlap)
-        if self.overlap.of(vllm_config.compilation_config.max_cudagraph_capture_size or 1):
+        if self.overlap.of(checked(vllm_config, "compilation_config", "max_cudagraph_capture_size") or 1):
             graphs_for_decode_only(vllm_config)
 
     def _measured(self, vllm_config: Any, in_line: Reducer, beside: Reducer) -> Overlap:
-        model, compilation = vllm_config.model_config, vllm_config.compilation_config
-        config = model.hf_text_config
-        weight_bytes = model.dtype.itemsize if model.quantization is None else 1
+        model = checked(vllm_config, "model_config")
+        config, dtype = checked(model, "hf_text_config"), checked(model, "dtype")
+        weight_bytes = dtype.itemsize if checked(model, "quantization") is None else 1
+        # Under sleep mode's allocator nothing is captured as the model is built.
+        eager = checked(model, "enforce_eager") or checked(model, "enable_sleep_mode")
         return measure(
             self.group,
             in_line,
             beside,
             config.hidden_size,
             module_bytes(config, self.group.world_size, weight_bytes),
-            model.dtype,
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            # Under sleep mode's allocator nothing is captured as the model is built.
-            0 if model.enforce_eager or model.enable_sleep_mode else compilation.max_cudagraph_capture_size or 0,
+            dtype,
+            checked(vllm_config, "scheduler_config", "max_num_batched_tokens"),
+            0 if eager else checked(vllm_config, "compilation_config", "max_cudagraph_capture_size") or 0,
             self.timed_graphs,
         )
 

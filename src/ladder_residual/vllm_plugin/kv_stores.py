@@ -13,7 +13,7 @@ from typing import Any
 
 from ..core.config import RANK_DEPENDENT
 from .routing import named_wiring
-from .versions import wrap
+from .versions import checked, wrap
 
 # These name entries by tokens alone, so nothing can keep those of two wirings apart.
 KEYED_BY_TOKENS = ("ExampleConnector", "HF3FSKVConnector")
@@ -21,14 +21,14 @@ KEYED_BY_TOKENS = ("ExampleConnector", "HF3FSKVConnector")
 
 def store_name(vllm_config: Any) -> str:
     """The model's name for KV stores; vLLM's own for a standard wiring, whose entries vLLM's own model may share."""
-    model, tp = vllm_config.model_config, vllm_config.parallel_config.tensor_parallel_size
-    wiring = named_wiring(model.hf_config.to_dict())
+    name = checked(vllm_config, "model_config", "model")
+    wiring = named_wiring(checked(vllm_config, "model_config", "hf_config").to_dict())
     if wiring is None or wiring.kind == "standard":
-        return model.model
+        return name
     if wiring.kind in RANK_DEPENDENT:
-        wiring = replace(wiring, tp=tp)
+        wiring = replace(wiring, tp=checked(vllm_config, "parallel_config", "tensor_parallel_size"))
     # "@" and "/" separate the parts of a key in some stores.
-    return f"{model.model.rstrip('/')}--{wiring.spec.replace('@', '-tp')}"
+    return f"{name.rstrip('/')}--{wiring.spec.replace('@', '-tp')}"
 
 
 def name_wirings_in_kv_stores() -> None:
@@ -48,7 +48,7 @@ def with_store_name(vllm_config: Any) -> Any:
     name = store_name(vllm_config)
     if name == vllm_config.model_config.model:
         return vllm_config
-    for connector in _connectors(vllm_config.kv_transfer_config):
+    for connector in _connectors(checked(vllm_config, "kv_transfer_config")):
         if connector in KEYED_BY_TOKENS:
             raise ValueError(
                 f"{connector} names its entries by tokens alone and would mix those of several wirings: choose a KV connector that "
@@ -61,6 +61,6 @@ def with_store_name(vllm_config: Any) -> Any:
 
 
 def _connectors(kv_transfer_config: Any) -> Iterator[str]:
-    yield kv_transfer_config.kv_connector
-    inner = (kv_transfer_config.kv_connector_extra_config or {}).get("connectors", [])
+    yield checked(kv_transfer_config, "kv_connector")
+    inner = (checked(kv_transfer_config, "kv_connector_extra_config") or {}).get("connectors", [])
     yield from (each.get("kv_connector") for each in inner)

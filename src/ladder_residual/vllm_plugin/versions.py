@@ -39,26 +39,33 @@ def check_version() -> None:
     if found is not None and not OLDEST <= found <= NEWEST:
         oldest, newest = (".".join(map(str, version)) for version in (OLDEST, NEWEST))
         raise ValueError(f"rewired models are served with vLLM {oldest} to {newest}, but {installed()} is installed: {INSTALL}")
+    if _not_wrapped:
+        raise ValueError(_lacks(sorted(_not_wrapped)[0]))
 
 
-def checked(config: Any, name: str) -> Any:
-    """A field, which must exist."""
-    if not hasattr(config, name):
-        raise ValueError(f"vLLM {installed()} has no {type(config).__name__}.{name}, which the ladder plugin needs: {INSTALL}")
-    return getattr(config, name)
+def _lacks(name: str) -> str:
+    return f"vLLM {installed()} has no {name}, which the ladder plugin needs: {INSTALL}"
+
+
+def checked(config: Any, *names: str) -> Any:
+    """A field, or one of a field's fields and so on; each must exist."""
+    for name in names:
+        if not hasattr(config, name):
+            raise ValueError(_lacks(f"{type(config).__name__}.{name}"))
+        config = getattr(config, name)
+    return config
+
+
+_not_wrapped: set[str] = set()  # of this process
 
 
 def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Replace a function of vLLM by ``wrapper`` of it, once. Where it is missing vLLM's own models must run all the same."""
-    function = getattr(owner, name, None)
+    """Replace a function of vLLM by ``wrapper`` of it, once. Where it is missing vLLM's own models must run all the same, and
+    ``check_version`` refuses the others."""
+    function, called = getattr(owner, name, None), f"{owner.__name__}.{name}"
     if function is None:
-        logger.error(
-            "vLLM %s has no %s.%s: it cannot serve rewired models, and ignores a wiring in --hf-overrides; %s",
-            installed(),
-            owner.__name__,
-            name,
-            INSTALL,
-        )
+        _not_wrapped.add(called)
+        logger.error("%s. Rewired models are not served, and a wiring in --hf-overrides is ignored", _lacks(called))
     elif not getattr(function, "wrapped_by_ladder", False):
         wrapped: Any = functools.wraps(function)(wrapper(function))
         wrapped.wrapped_by_ladder = True
@@ -79,7 +86,7 @@ def leave_experts_unreduced(experts: Any) -> None:
 
 def sequence_parallel_passes(vllm_config: Any) -> list[str]:
     """The passes in use that turn all-reduces into reduce-scatter and all-gather."""
-    passes = vllm_config.compilation_config.pass_config
+    passes = checked(vllm_config, "compilation_config", "pass_config")
     names = ("enable_sp", "fuse_gemm_comms")
     found = release()
     if found is not None and found < WITHOUT_SEQUENCE_PARALLELISM:
@@ -109,7 +116,7 @@ def graphs_for_decode_only(vllm_config: Any) -> None:
     """Prompts without CUDA graphs: a piecewise graph ends at attention, and no all-reduce can be in flight there."""
     from vllm.config import CUDAGraphMode
 
-    compilation = vllm_config.compilation_config
+    compilation = checked(vllm_config, "compilation_config")
     if checked(compilation, "cudagraph_mode") == CUDAGraphMode.FULL_AND_PIECEWISE:
         compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
         logger.info("CUDA graphs for decode alone: prompts then hide both all-reduces of a layer")

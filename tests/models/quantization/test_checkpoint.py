@@ -7,11 +7,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from ladder_residual.models.checkpoint_reader import Checkpoint
 from ladder_residual.models.chunks import local_part
 from ladder_residual.models.convert import convert
 from ladder_residual.models.inspect import inspect_checkpoint
 from ladder_residual.models.loading import load_model
 from ladder_residual.models.preflight import check_source
+from ladder_residual.models.sharding import shard_of
 from tests.models.quantization.written import FORMATS, fp8_channel, rewrite_tensors, write, write_plain
 from tests.ranks import run_on_ranks
 from tests.tiny_models import random_ids
@@ -140,3 +142,21 @@ def test_a_head_of_fp8(tmp_path):
         assert torch.equal(quietly(tmp_path / "q")(random_ids()).logits, load_model(tmp_path / "plain")(random_ids()).logits)
     found, expected = (inspect_checkpoint(tmp_path / which)["ranks"][2]["weight_bytes"] for which in ("q", "plain"))
     assert found == expected
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_reads_no_more_than_it_is_said_to_hold(name, rank, checkpoints, monkeypatch):
+    found = check_source(checkpoints / name, copies=True)
+    stored, _ = found.rank_bytes(found.shape, 2, rank, 4)
+    read = []
+    plainly = Checkpoint.read_stored
+
+    def counted(self, *arguments):
+        read.append(plainly(self, *arguments))
+        return read[-1]
+
+    monkeypatch.setattr(Checkpoint, "read_stored", counted)
+    for tensor, whole in found.stored_weights(found.shape).items():
+        found.checkpoint.read(tensor, shard_of(tensor, whole, found.shape, 2, rank))
+    assert sum(tensor.untyped_storage().nbytes() for tensor in read) == stored

@@ -6,6 +6,7 @@ import random
 import pytest
 import torch
 
+from ladder_residual.models.convert import convert
 from ladder_residual.models.quantization.checkpoint import layout_of
 from ladder_residual.models.quantization.spec import read_spec
 from tests.models.quantization.written import FORMATS, write
@@ -115,11 +116,13 @@ def test_the_library_of_the_format_agrees(name):
     assert torch.equal(ours.to(theirs.dtype), theirs)
 
 
-def test_transformers_agrees_on_blocks(tmp_path):
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
+def test_transformers_agrees_on_blocks(wiring, tmp_path):
     from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
-    dense = write(tmp_path, "fp8-block", layers=1)
+    dense = write(tmp_path / "plain", "fp8-block", layers=1)
+    convert(tmp_path / "plain", tmp_path / "wired", wiring)
     asked = FineGrainedFP8Config(weight_block_size=(128, 128), dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=asked)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "wired", quantization_config=asked)
     for name, tensor in model.named_parameters():
         assert torch.equal(tensor, dense[name]), name

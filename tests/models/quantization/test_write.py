@@ -123,13 +123,14 @@ def test_a_bad_weight_leaves_nothing_behind(tmp_path):
         convert(tmp_path / "plain", tmp_path / "fp8")
 
 
+@pytest.mark.parametrize("wiring", ["standard", "ladder"])
 @pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
-def test_transformers_loads_it_with_the_library_of_the_format(family, tmp_path):
+def test_transformers_loads_it_with_the_library_of_the_format(family, wiring, tmp_path):
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     tiny_model(family).save_pretrained(tmp_path / "plain")
-    convert(tmp_path / "plain", tmp_path / "fp8", quantize="fp8")
+    convert(tmp_path / "plain", tmp_path / "fp8", wiring, quantize="fp8")
     theirs = AutoModelForCausalLM.from_pretrained(
         tmp_path / "fp8", quantization_config=CompressedTensorsConfig(dequantize=True)
     )

@@ -60,7 +60,8 @@ class Fp8(Layout):
         scale = next(parts[name] for name in self.scales if name in parts).to(torch.float32)
         if self.spec.block:
             for dim, side in enumerate(self.spec.block):
-                scale = scale.repeat_interleave(side, dim).narrow(dim, 0, weight.shape[dim])
+                length = weight.shape[dim]
+                scale = scale.repeat_interleave(min(side, length), dim).narrow(dim, 0, length)
         elif self.spec.scales == "channel":
             scale = scale.reshape(-1, 1)
         return weight.mul_(scale)

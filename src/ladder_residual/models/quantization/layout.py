@@ -61,6 +61,8 @@ def take(held: Mapping[str, Stored], name: str, dtypes: tuple[str, ...]) -> tupl
         raise ValueError(f"has no {name}, which its format needs (it has {', '.join(sorted(held))})")
     if held[name].dtype not in dtypes:
         raise ValueError(f"{name} is stored as {held[name].dtype}, supported: {', '.join(dtypes)}")
+    if 0 in held[name].shape:
+        raise ValueError(f"{name} is empty: it has shape {list(held[name].shape)}")
     return held[name].shape
 
 
@@ -86,8 +88,9 @@ def unpacked(words: Tensor) -> Tensor:
     """int32 [rows, columns / 8] -> uint8 [rows, columns]: eight numbers to a word, the first in its lowest bits."""
     import torch
 
-    pairs = words.contiguous().view(torch.uint8)  # little-endian, as safetensors is
-    return torch.stack((pairs & 15, pairs >> 4), dim=-1).flatten(-2)
+    # Flat, because a dim of one word may have any stride. Little-endian, as safetensors is.
+    pairs = words.contiguous().flatten().view(torch.uint8)
+    return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(words.shape[0], -1)
 
 
 def grouped(numbers: Tensor, zeros: Tensor | float, scales: Tensor, group_of_column: Tensor | None) -> Tensor:

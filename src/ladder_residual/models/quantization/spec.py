@@ -6,7 +6,7 @@ What the fields say is checked against what this package computes; the tensors a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 GROUPS = (32, 64, 128)
@@ -45,18 +45,7 @@ class QuantSpec:
         return f"{self.format} ({', '.join([self.method, *extras])})"
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "description": self.describe(),
-            "method": self.method,
-            "format": self.format,
-            "bits": self.bits,
-            "scales": self.scales,
-            "group": self.group,
-            "block": list(self.block) if self.block else None,
-            "zero_points": self.zero_points,
-            "act_order": self.act_order,
-            "activations": self.activations,
-        }
+        return {"description": self.describe(), "bits": self.bits, **asdict(self)}
 
 
 def read_spec(config: Mapping[str, Any], where: object) -> QuantSpec | None:
@@ -173,25 +162,26 @@ def _fbgemm_fp8(fields: Mapping[str, Any]) -> QuantSpec:
 
 def _gptq(fields: Mapping[str, Any]) -> QuantSpec:
     _required(fields, "bits", "group_size")
-    _fixed(fields, bits=4, pack_dtype=("int32", None), is_marlin_format=False, desc_act=(True, False))
-    _fixed(fields, checkpoint_format=("gptq", "gptq_v2", "", None), dynamic=(None, {}))
+    _fixed(fields, bits=4, pack_dtype=("int32", None), is_marlin_format=False, desc_act=(True, False), dynamic=(None, {}))
+    formats = ("gptq", "gptq_v2", "", None)
+    _fixed(fields, checkpoint_format=formats, format=formats)  # its name in older and newer releases of GPTQModel
     return QuantSpec(
         method="gptq",
         format="int4",
         **_of_groups(_group(fields["group_size"])),
         zero_points=True,
         act_order=fields.get("desc_act", False),
-        zeros_minus_one=fields.get("checkpoint_format") != "gptq_v2",
+        zeros_minus_one="gptq_v2" not in (fields.get("checkpoint_format"), fields.get("format")),
     )
 
 
 def _awq(fields: Mapping[str, Any]) -> QuantSpec:
-    fields = {"bits": fields.get("w_bit"), "group_size": fields.get("q_group_size")} | dict(fields)
+    older = {"bits": fields.get("w_bit"), "group_size": fields.get("q_group_size"), "version": fields.get("format", "gemm")}
+    fields = older | dict(fields)
     _required(fields, "bits", "group_size")
-    version = fields.get("version", "gemm")
-    _fixed(
-        {**fields, "version": version.lower() if isinstance(version, str) else version}, bits=4, version="gemm", zero_point=True
-    )
+    version = fields["version"]
+    fields["version"] = version.lower() if isinstance(version, str) else version
+    _fixed(fields, bits=4, version="gemm", zero_point=True)
     return QuantSpec(method="awq", format="int4", **_of_groups(_group(fields["group_size"])), zero_points=True)
 
 
