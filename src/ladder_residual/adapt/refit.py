@@ -56,17 +56,14 @@ class Regression:
         self.fit, self.held_out = Sums(), Sums()
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """A batch of rows."""
-        kept = max(1, len(x) - len(x) // HELD_OUT)
-        self.fit.add(x[:kept], y[:kept])
-        if kept < len(x):
-            self.held_out.add(x[kept:], y[kept:])
+        """A batch of rows; batches have a multiple of HELD_OUT, but for the last."""
+        held_out = torch.arange(len(x), device=x.device) % HELD_OUT == HELD_OUT - 1
+        self.fit.add(x[~held_out], y[~held_out])
+        self.held_out.add(x[held_out], y[held_out])
 
     def solve(self, prior: Tensor) -> Tensor:
         prior = prior.double()
         gram, cross = self.held_out.gram, self.held_out.cross
-        if not isinstance(gram, Tensor):
-            raise ValueError(f"a refit needs batches of at least {HELD_OUT} rows")
 
         def error(weight: Tensor) -> float:  # up to a constant
             return float(((weight @ gram - 2 * cross) * weight).sum())
@@ -114,7 +111,7 @@ class Refit:
         family = self.family
         for index, layer in enumerate(self.layers):
             for norm, module in ((family.attention_norm, family.attention), (family.mlp_norm, family.mlp)):
-                self._module(index, norm and getattr(layer, norm), getattr(layer, module), module == family.mlp, names)
+                self._module(index, getattr(layer, norm) if norm else None, getattr(layer, module), module == family.mlp, names)
             advance()
         return self.changed
 
@@ -155,8 +152,9 @@ class Refit:
         name = f"{names[linear]}.weight"
         if not is_finite(weight):
             raise NonFiniteError(f"the refit of {name} is NaN or infinite: the calibration text does not suit this model")
-        linear.weight.copy_(weight)
-        self.changed[name] = linear.weight
+        if not torch.equal(weight.to(linear.weight), linear.weight):
+            linear.weight.copy_(weight)
+            self.changed[name] = linear.weight
 
     def _next(self, wiring: Wiring, index: int, second: bool, batch: int, state: State) -> State:
         """One module of the layer."""

@@ -84,7 +84,7 @@ def refit_checkpoint(
     from ..distributed.world import distributed
     from ..models.loading import load_model
     from .probe import Probe
-    from .refit import Refit
+    from .refit import HELD_OUT, Refit
 
     encoder = Encoder(read_tokenizer(str(source)), int(found.fields["vocab_size"]))
     sequence = min(SEQUENCE, int(found.fields.get("max_position_embeddings") or SEQUENCE))
@@ -94,11 +94,12 @@ def refit_checkpoint(
         model: Any = load_model(source, world, dtype="fp32")
         widest = max(parameter.shape[-1] for name, parameter in model.named_parameters() if ".layers." in name)
         wanted = TOKENS[world.device.type] if tokens is None else tokens
-        if wanted < widest:
+        least = max(HELD_OUT, -(-widest // sequence))
+        if wanted < least * sequence:
             raise ValueError(
-                f"--refit-tokens {wanted}: a projection reads {widest} numbers, so at least {widest} tokens are needed"
+                f"--refit-tokens {wanted} is too few: a projection reads {widest} numbers, so give at least {least * sequence}"
             )
-        needed = -(-widest // sequence) + CHECK_ROWS
+        needed = least + CHECK_ROWS
         rows = torch.from_numpy(full_rows(str(text), encoder, sequence, -(-wanted // sequence) + CHECK_ROWS, needed))
         fitted_on, check = rows[:-CHECK_ROWS], rows[-CHECK_ROWS:]
         before = Probe(model, check)
