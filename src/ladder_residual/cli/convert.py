@@ -58,9 +58,7 @@ def convert(
         raise ValueError(f"--refit-tokens {refit_tokens} belongs to --refit TEXT")
     if refit is not None and (wiring is None or quantize is not None):
         raise ValueError("--refit goes with --wiring, and not with --quantize: refit first, then quantise the result")
-    for name, file in (("calibration", calibration), ("check", check), ("refit", refit)):
-        if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
-            raise ValueError(f"--{name} {file}: no such file")
+    _check_file("--refit", refit)
 
     def write(spec: str | None) -> None:
         from ..models.convert import convert as run
@@ -84,6 +82,8 @@ def convert(
     if calibration is None:
         raise ValueError("--wiring auto measures what each layer costs: give it a text with --calibration FILE")
     Request(calibration, layers, budget, check, calibration_tokens)  # refuses what cannot be asked for
+    _check_file("--calibration", calibration)
+    _check_file("--check", check)
     found = check_source(source)
     if quantize is not None:
         check_quantizable(found.checkpoint, quantize)
@@ -98,3 +98,8 @@ def convert(
     selection.explain(show)
     write(selection.wiring)
     selection.save(target, show)
+
+
+def _check_file(option: str, file: str | None) -> None:
+    if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
+        raise ValueError(f"{option} {file}: no such file")
