@@ -6,8 +6,10 @@ from transformers import AutoModelForCausalLM
 
 from ladder_residual import rewire
 from ladder_residual.core.config import Wiring
+from ladder_residual.models.convert import convert
 from ladder_residual.models.families import FAMILIES, check_wiring, family_of
 from ladder_residual.models.hf_config import ladder_config_class
+from ladder_residual.models.loading import load_model
 from tests.tiny_models import (
     FAMILY_NAMES,
     LAYERS,
@@ -121,3 +123,17 @@ def test_rewire_refuses_what_does_not_fit():
             rewire(one_norm, spec)
     with pytest.raises(ValueError, match="can rewire a LlamaForCausalLM, got LlamaModel"):
         rewire(model.model, "ladder")
+
+
+@pytest.mark.parametrize("family", FAMILY_NAMES)
+def test_a_plain_checkpoint_as_transformers_writes_it_loads_and_converts(family, tmp_path):
+    """Some families store weights under other names than their parameters have (experts, gpt_neox's head)."""
+    model, ids = tiny_model(family), random_ids()
+    model.save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "ladder", "ladder:last-half")
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert torch.allclose(load_model(tmp_path / "plain")(ids).logits, expected, atol=1e-5)
+        rewired = rewire(model, "ladder:last-half")(ids).logits
+        for loaded in (load_model(tmp_path / "ladder"), AutoModelForCausalLM.from_pretrained(tmp_path / "ladder")):
+            assert torch.allclose(loaded(ids).logits, rewired, atol=1e-5)

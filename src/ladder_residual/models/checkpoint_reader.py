@@ -30,8 +30,8 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 # Tensors that older checkpoints store although they are computed, and a head that is tied to the embedding.
-_HEADS, _EMBEDDINGS = ("lm_head.weight", "embed_out.weight"), ("embed_tokens.weight", "embed_in.weight")
-_COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", *_HEADS)
+HEADS, _EMBEDDINGS = ("lm_head.weight", "embed_out.weight"), ("embed_tokens.weight", "embed_in.weight")
+_COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", *HEADS)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.([0-9]{1,9})\.")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # A mapped file's pages stay resident while it is open: reopen it now and then, so that peak memory is the shard and not the file.
@@ -242,7 +242,7 @@ class Checkpoint:
     def check_tied_head(self) -> None:
         """ValueError if the head is stored beside the embedding it is tied to and differs: either may be meant, and a wrong guess
         would compute another model without a word."""
-        heads = [name for name in self.files if name.endswith(_HEADS)]
+        heads = [name for name in self.files if name.endswith(HEADS)]
         embeddings = [name for name in self.files if name.endswith(_EMBEDDINGS)]
         for head, embedding in itertools.product(heads, embeddings):
             blocks = itertools.zip_longest(self._stored_bytes(head), self._stored_bytes(embedding))

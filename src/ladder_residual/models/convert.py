@@ -117,7 +117,7 @@ def convert(
         else:
             methods = {"quantised"}
             sizes = write_fp8(checkpoint, written)
-            config["quantization_config"] = config_of(checkpoint, family.head)
+            config["quantization_config"] = config_of(checkpoint)
             checkpoint.close()
         for name in kept:
             written.copy(directory / name, name)

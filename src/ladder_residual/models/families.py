@@ -28,7 +28,6 @@ class Family:
     mlp_after: str | None = None
     post_norm: bool = False
     multiplier: str | None = None  # attribute of the layer that scales every residual branch
-    head: str = "lm_head"
     refuse_tp: str | None = None  # why this family cannot be sharded
 
     @property
@@ -54,7 +53,6 @@ FAMILIES: dict[str, Family] = {
             attention="attention",
             attention_after="post_attention_dropout",
             mlp_after="post_mlp_dropout",
-            head="embed_out",
         ),
         *(
             Family(

@@ -228,8 +228,8 @@ def ladder_classes(model_type: str) -> tuple[type[Any], type[PreTrainedModel]]:
     base = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type])
     name = class_name(model_type, "ForCausalLM")
     model_class = type(name, (RewiredModel, base), {"__module__": __name__, "config_class": config_class})
-    # Some checkpoints store weights differently from the modules (MoE experts one by one): the family's own rules hold.
-    conversions = get_checkpoint_conversion_mapping(model_type)
+    # Some checkpoints store weights under other names than the modules (experts one by one, gpt_neox): the family's own rules hold.
+    conversions = get_checkpoint_conversion_mapping(model_type) or get_checkpoint_conversion_mapping(base.__name__)
     if conversions:
         register_checkpoint_conversion_mapping(FAMILIES[model_type].ladder_type, conversions, overwrite=True)
     return config_class, model_class

@@ -277,9 +277,8 @@ def place_parameters(
 ) -> None:
     specs: dict[str, ShardSpec | None] = {}
     tied = getattr(model.config, "tie_word_embeddings", False)
-    head_weight = f"{family.head}.weight"
     for name, parameter in list(model.named_parameters()):
-        if tied and name == head_weight:
+        if tied and name == "lm_head.weight":
             continue
         whole = tuple(parameter.shape)
         spec = shard_of(name, whole, shape, rank.size, rank.rank) if rank.size > 1 else None

@@ -71,6 +71,8 @@ def sources_of(name: str) -> Iterator[list[str]]:
     transformers 5 stacks the experts of a mixture; checkpoints keep them one by one under their older names.
     """
     yield [name]
+    if name == "lm_head.weight":
+        yield ["embed_out.weight"]  # of gpt_neox
     if not name.startswith("model."):
         yield [f"model.{name}"]
     else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.suggest import did_you_mean
 from ..core.config import CONFIG_KEY, Wiring
-from .checkpoint_reader import Checkpoint, resolve
+from .checkpoint_reader import HEADS, Checkpoint, resolve
 from .families import Family, check_wiring, family_of
 from .presets import ModelShape
 from .quantization.checkpoint import QuantizedCheckpoint, open_checkpoint
@@ -45,7 +45,7 @@ class CheckedSource:
     @property
     def shape(self) -> ModelShape | None:
         """None if ``config.json`` leaves sizes, or whether a stored head counts, to the family's defaults."""
-        head = any(name.endswith(f"{self.family.head}.weight") for name in self.checkpoint.names)
+        head = any(name.endswith(HEADS) for name in self.checkpoint.names)
         if any(self.fields.get(name) is None for name in (*_SIZES, *(["tie_word_embeddings"] if head else []))):
             return None
         return ModelShape.from_hf({**self.fields, "model_type": self.family.model_type})
@@ -63,11 +63,11 @@ class CheckedSource:
 
     def stored_weights(self, shape: ModelShape) -> dict[str, tuple[int, ...]]:
         """What the files hold of the model and its shapes, without what is computed or tied to another."""
-        checkpoint, head = self.checkpoint, f"{self.family.head}.weight"
+        checkpoint = self.checkpoint
         return {
             name: checkpoint.shape(name)
             for name in checkpoint.names
-            if not checkpoint.is_computed(name) or (name.endswith(head) and not shape.tied_embeddings)
+            if not checkpoint.is_computed(name) or (name.endswith(HEADS) and not shape.tied_embeddings)
         }
 
     def rank_bytes(self, shape: ModelShape, tp: int, rank: int, itemsize: int) -> tuple[int, int]:

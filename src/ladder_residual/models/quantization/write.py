@@ -41,7 +41,7 @@ def is_quantized(name: str) -> bool:
     return bool(_DECODER_LAYER.search(name)) and is_projection(name)
 
 
-def config_of(checkpoint: Checkpoint, head: str) -> dict[str, Any]:
+def config_of(checkpoint: Checkpoint) -> dict[str, Any]:
     """``quantization_config``. What is left plain is listed by module, routers by the end of their name: transformers renames some."""
     plain = {name.removesuffix(".weight") for name in checkpoint.names if _plain_matrix(checkpoint, name)}
     ends = sorted({module.rpartition(".")[2] for module in plain if _DECODER_LAYER.search(module)})
@@ -57,7 +57,7 @@ def config_of(checkpoint: Checkpoint, head: str) -> dict[str, Any]:
                 "output_activations": None,
             }
         },
-        "ignore": [head, *(rf"re:.*\.{re.escape(end)}$" for end in ends)],
+        "ignore": ["lm_head", *(rf"re:.*\.{re.escape(end)}$" for end in ends)],
         "kv_cache_scheme": None,
     }
 
