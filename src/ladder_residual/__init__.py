@@ -22,7 +22,8 @@ from .core.config import Wiring
 from .models.register import register_when_imported
 
 if TYPE_CHECKING:
-    from .adapt.api import adapt, refit, select_layers
+    from .adapt.api import adapt, select_layers
+    from .adapt.refit_checkpoint import refit
     from .bench.demo import export_demo
     from .evaluate.api import evaluate
     from .generation.api import generate, load
@@ -53,7 +54,7 @@ _MODULES = {  # where a function is, below this package
     "generate": "generation.api",
     "load": "generation.api",
     "plan": "plan.api",
-    "refit": "adapt.api",
+    "refit": "adapt.refit_checkpoint",
     "rewire": "models.hf",
     "select_layers": "adapt.api",
 }

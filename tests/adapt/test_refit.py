@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from ladder_residual.adapt import refit as refit_module
-from ladder_residual.adapt.api import refit
 from ladder_residual.adapt.refit import Refit, Regression, ridge_regression
+from ladder_residual.adapt.refit_checkpoint import refit
 from ladder_residual.cli.main import app
 from ladder_residual.core.config import Wiring
 from ladder_residual.models.convert import convert

@@ -166,7 +166,9 @@ def test_a_calibration_text_is_read_only_as_far_as_it_is_needed(demo_dir, hub):
 def test_too_little_text_is_refused(demo_dir, tmp_path):
     (tmp_path / "short.txt").write_text("Once upon a time", encoding="utf-8")
     encoder = Encoder(read_tokenizer(demo_dir), 512)
-    with pytest.raises(ValueError, match=r"short.txt gives 0 full rows of 128 tokens, and at least 4 are needed: give more text"):
+    with pytest.raises(
+        ValueError, match=r"short.txt gives 0 full rows of 128 tokens, and at least 4 are needed: give more text"
+    ):
         texts(Request(str(tmp_path / "short.txt"), layers=1), encoder, 128, 8)
     text = str(calibration_text(demo_dir, tmp_path))
     with pytest.raises(ValueError, match=r"short.txt gives 0 full rows of 128 tokens, and at least 1 are needed"):

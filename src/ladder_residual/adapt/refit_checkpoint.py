@@ -1,4 +1,4 @@
-"""``ladder convert SRC DST --wiring W --refit TEXT``: rewire a checkpoint and refit its projections on a text."""
+"""``refit`` of the Python API, and ``ladder convert SRC DST --wiring W --refit TEXT``: rewire a checkpoint, refit its projections."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def check_refit(source: str | Path, target: str | Path, wiring: str | Wiring, ov
     return found, after
 
 
-def refit_checkpoint(
+def refit(
     source: str | Path,
     target: str | Path,
     wiring: str | Wiring,
@@ -76,6 +76,30 @@ def refit_checkpoint(
     device: str = "auto",
     overwrite: bool = False,
 ) -> RefitResult:
+    """Convert a checkpoint to ladder and refit its projections in closed form, on a calibration text and without gradients.
+
+    A converted module reads an older stream than it was trained on. Layer by layer, its input projections are fitted to give what
+    the original's give, and its output projections to bring the stream back to the original's. It takes minutes on a CPU for 135M
+    parameters, and is a better start for ``adapt`` than the plain conversion. The model and its activations on the text (a few
+    numbers per token and hidden unit) must fit in memory.
+
+    Args:
+        source: Checkpoint directory or hub id of the original, unconverted model.
+        target: Directory to write. It appears whole or not at all.
+        wiring: ``"ladder"``, ``"ladder:last-half"``, ``"ladder:16-31"`` ...
+        text: File to fit on: ``.txt``, ``.jsonl``, a corpus directory, or a hub dataset ``owner/name``.
+        tokens: Tokens of ``text`` to use. Default: 61440 on a CPU, 262144 on a GPU.
+        device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
+        overwrite: Replace a checkpoint that is there.
+
+    Returns:
+        The conversion, and the losses ``original``, ``converted`` and ``refitted`` on held-out rows of the text.
+
+    Examples:
+        >>> result = refit("stories", "stories-refitted", "ladder", "stories/stories.txt", tokens=4096)
+        >>> result.original < result.refitted < result.converted
+        True
+    """
     found, after = check_refit(source, target, wiring, overwrite)
     import torch
 

@@ -67,7 +67,7 @@ def convert(
         if refit is None:
             describe(run(source, target, spec, copy=copy, overwrite=overwrite, quantize=quantize), show)
             return
-        from ..adapt.api import refit as run_refit
+        from ..adapt.refit_checkpoint import refit as run_refit
 
         assert spec is not None
         result = run_refit(source, target, spec, refit, tokens=refit_tokens, device=device, overwrite=overwrite)
