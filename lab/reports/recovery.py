@@ -12,11 +12,13 @@ from lab.reports.sources import ROOT, conditions, page, section
 from ladder_residual.adapt.selection_chart import ORDERS, selection_chart
 from ladder_residual.common.charts import Chart, Series, chart_svg
 from ladder_residual.common.markdown import table
+from ladder_residual.core.config import Wiring
 
 ABOUT = """Subject: SmolLM2-135M-Instruct (30 layers) from its published 4-bit
 weights, dequantised. Losses are nats per token on text that was not trained on. The *control* is the unchanged model after next-token
 training on the same text; a *fine-tuned teacher* is that control, used as the teacher. The guide is
 [../converting.md](../converting.md); what did not work is in [../lab/recovery.md](../lab/recovery.md)."""
+LAYERS = 30
 SMOLLM2 = "python -m lab.runs.adapt_smollm2"
 SEEDED = "distill 15 chosen, 4M, fine-tuned teacher alone"
 # Runs of 4 million tokens: name on the page, name of the run.
@@ -84,6 +86,14 @@ def render(results: Results) -> str:
             made=conditions(results.pairs),
         ),
         section(
+            "Refit alone",
+            "`ladder convert --refit`: no gradients, minutes. Loss, and in brackets what is left of the conversion's rise; calibration is on "
+            "other books, arithmetic and WikiText-2's validation split.",
+            refit_table(results.refit),
+            command="python -m lab.runs.adapt_refit smollm2 TEXTS",
+            made=f"{results.refit['check_tokens']:,} tokens of each text, one run each. {conditions(results.refit)}",
+        ),
+        section(
             "Which layers to convert",
             f"Rise of the loss on held-out books before any training, by number k of converted layers. Our choice is "
             f"{against_last(results.selection['curves']['books_heldout'])}.",
@@ -141,6 +151,21 @@ def seeds(results: Results) -> str:
         found = [run["after"][text]["loss"] for run in runs]
         parts.append(f"{TEXTS[text]} {statistics.mean(found):.4f} ± {statistics.stdev(found):.4f}")
     return f"{len(runs)} seeds of `{SEEDED}`: {', '.join(parts)} (standard deviation).\n"
+
+
+def refit_table(found: dict[str, Any]) -> str:
+    rows = []
+    for row in found["rows"]:
+        cells: list[str] = []
+        for text in ("books_heldout", "wikitext2"):
+            original, converted, refitted = (row["losses"][text][name] for name in ("original", "converted", "refitted"))
+            left = (refitted - original) / (converted - original)
+            cells += [f"{original:.3f}", f"{converted:.3f}", f"**{refitted:.3f}** ({left:.0%})"]
+        layers = row["wiring"].partition(":")[2]
+        shown = {"": "all 30", "last-half": "last 15"}.get(layers, f"chosen {len(Wiring.parse(row['wiring'], LAYERS).layers)}")
+        rows.append([shown, f"{row['tokens']:,}", *cells])
+    columns = [f"{text}: {name}" for text in ("books", "WikiText-2") for name in ("original", "converted", "refitted")]
+    return table(["layers", "tokens", *columns], rows)
 
 
 def selection_table(found: dict[str, Any], text: str = "books_heldout") -> str:

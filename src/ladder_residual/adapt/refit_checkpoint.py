@@ -15,7 +15,7 @@ from .auto import Phases, full_rows
 
 SEQUENCE = 512
 CHECK_ROWS = 8  # of the text, held out
-TOKENS = {"cpu": 61_440, "cuda": 262_144}
+TOKENS = {"cpu": 30_720, "cuda": 262_144}
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ def refit(
         target: Directory to write. It appears whole or not at all.
         wiring: ``"ladder"``, ``"ladder:last-half"``, ``"ladder:16-31"`` ...
         text: File to fit on: ``.txt``, ``.jsonl``, a corpus directory, or a hub dataset ``owner/name``.
-        tokens: Tokens of ``text`` to use. Default: 61440 on a CPU, 262144 on a GPU.
+        tokens: Tokens of ``text`` to use. Default: 30720 on a CPU, 262144 on a GPU.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         overwrite: Replace a checkpoint that is there.
 

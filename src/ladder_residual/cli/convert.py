@@ -39,7 +39,7 @@ def convert(
             metavar="TEXT", help="Refit the projections to what they now read, on a text (.txt, .jsonl); no training."
         ),
     ] = None,
-    refit_tokens: Annotated[int | None, typer.Option(help="With --refit; default: 61440 on a CPU, 262144 on a GPU.")] = None,
+    refit_tokens: Annotated[int | None, typer.Option(help="With --refit; default: 30720 on a CPU, 262144 on a GPU.")] = None,
     device: Device = "auto",
 ) -> None:
     """Rewire a checkpoint: its config changes, its weights stay, unless they are to be refitted or quantised."""
