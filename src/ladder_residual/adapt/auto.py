@@ -173,4 +173,5 @@ class Phases:
             desc=f"{self.begun}/{self.count} {name}",
             bar_format="{desc:22} {percentage:3.0f} % |{bar:30}| {elapsed}, {remaining} left",
             mininterval=0.1 if sys.stderr.isatty() else 20,
+            miniters=1,  # tqdm would wait for as many layers as the largest step had, and steps get shorter
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from ..common.terminal import show
 from .options import Json, Source
 
 
@@ -24,9 +25,12 @@ def inspect(source: Source, as_json: Json = False) -> None:
     console.print(f"layers      {result['picture']}  (| standard, # rewired; layer 0 at the left)", highlight=False)
     console.print(f"parameters  {result['parameters']:,} in {result['dtype']}", highlight=False)
     table = Table("tp", "weights per rank", "KV cache per token and rank")
+    refused: dict[str, list[str]] = {}
     for tp, row in result["ranks"].items():
         if "refused" in row:
-            table.add_row(str(tp), "-", row["refused"])
+            refused.setdefault(row["refused"].removeprefix(f"tp={tp} "), []).append(str(tp))
         else:
             table.add_row(str(tp), f"{row['weight_bytes'] / 2**20:,.1f} MiB", f"{row['kv_bytes_per_token'] / 2**10:,.1f} KiB")
     console.print(table)
+    for why, ranks in refused.items():
+        show(f"not tp {', '.join(ranks)}: {why}")

@@ -22,6 +22,12 @@ def one_of(*values: str) -> dict[str, Any]:
     return {"callback": check, "autocompletion": lambda: list(values)}
 
 
+def _above_zero(param: typer.CallbackParam, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"--{param.name} must be above 0 seconds, got {value}")
+    return value
+
+
 Source = Annotated[str, typer.Argument(help="Checkpoint directory, or hub id owner/name.")]
 Shape = Annotated[
     str,
@@ -90,7 +96,7 @@ Links = Annotated[
     ),
 ]
 Repeats = Annotated[int, typer.Option(help="Measured runs per case.")]
-Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
+Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.", callback=_above_zero)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Engine = Annotated[
     str,

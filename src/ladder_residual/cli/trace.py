@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import on_ranks
@@ -63,6 +64,7 @@ def trace_recorded(
     check_request(source=model, layers=layers, wirings=names, batch=batch, prompt=prompt, steps=steps, tp=tp)
     if tp == 1:
         raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
+    check_can_write(out)
     shared_gpu.share_gpu(share_gpu)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own notes of its start and end; read as torch is loaded
     on_ranks(tp)
