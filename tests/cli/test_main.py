@@ -180,3 +180,12 @@ def test_the_json_line_of_a_benchmark_is_for_programs(monkeypatch, capsys, termi
     monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
     bench.print_json({"a": 1}, asked)
     assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"), [("generate", "(1)"), ("bench overlap", "2"), ("bench decode", "8"), ("trace run", "2")]
+)
+def test_the_help_shows_how_many_ranks_are_started(command, ranks):
+    said = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output
+    [line] = [line for line in Text.from_ansi(said).plain.splitlines() if " --tp " in line and "Tensor-parallel" in line]
+    assert f"[default: {ranks}]" in line

@@ -21,7 +21,7 @@ from .options import (
     Dtype,
     Layers,
     Links,
-    Ranks,
+    MeasuredRanks,
     Repeats,
     Schedule,
     Shape,
@@ -57,7 +57,7 @@ def bench_overlap(
     model: Shape = "ladder-1b",
     layers: Layers = None,
     wirings: Wirings = "standard,ladder",
-    tp: Ranks = 2,
+    tp: MeasuredRanks = 2,
     latency: Annotated[
         str, typer.Option(help="Emulated latency of an all-reduce: e.g. 500us, 2ms, 0, or auto (one module's time).")
     ] = "auto",
@@ -100,7 +100,7 @@ def bench_overlap(
 def bench_decode(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
-    tp: Ranks = 8,
+    tp: MeasuredRanks = 8,
     batch: Batches = "1",
     prompt: Prompt = 1024,
     new: New = 512,
@@ -136,7 +136,7 @@ def bench_decode(
 def bench_prefill(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
-    tp: Ranks = 8,
+    tp: MeasuredRanks = 8,
     batch: Batches = "1",
     prompt: Prompt = 1024,
     wirings: Wirings = "standard,ladder",
@@ -160,7 +160,7 @@ def bench_prefill(
 def bench_e2e(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
-    tp: Ranks = 8,
+    tp: MeasuredRanks = 8,
     batch: Batches = "1",
     prompt: Prompt = 1024,
     new: New = 512,
@@ -185,7 +185,7 @@ def bench_e2e(
 def bench_train(
     model: Shape = "ladder-1b",
     layers: Layers = None,
-    tp: Ranks = 2,
+    tp: MeasuredRanks = 2,
     share_gpu: ShareGpu = False,
     batch: Annotated[int, typer.Option(help="Rows of a step.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
@@ -267,7 +267,7 @@ def bench_calibrate(
 
 
 @app.command("link")
-def bench_link(tp: Ranks = 2, device: Device = "cpu") -> None:
+def bench_link(tp: MeasuredRanks = 2, device: Device = "cpu") -> None:
     """Time an all-reduce between CPU ranks each way they can do it: sent directly, sent directly as bfloat16, by gloo."""
     if tp == 1 and launched() == 1:
         raise ValueError("--tp 1 has no link: an all-reduce is timed between 2 or more ranks")

@@ -36,9 +36,9 @@ Shape = Annotated[
     ),
 ]
 Layers = Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")]
-Ranks = Annotated[
-    int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.", show_default="1")
-]
+_RANKS = "Tensor-parallel ranks; starts them unless torchrun has."
+Ranks = Annotated[int | None, typer.Option("--tp", help=_RANKS, show_default="1")]
+MeasuredRanks = Annotated[int | None, typer.Option("--tp", help=_RANKS)]  # by default more than one
 ShareGpu = Annotated[
     bool,
     typer.Option(

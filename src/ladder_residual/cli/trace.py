@@ -14,7 +14,7 @@ from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import on_ranks
-from .options import Device, Dtype, Json, Ranks, ShareGpu, Wirings, split_wirings
+from .options import Device, Dtype, Json, MeasuredRanks, ShareGpu, Wirings, split_wirings
 from .plan import HardwareFiles, load_hardware
 
 
@@ -40,7 +40,7 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for trace.json an
 def trace_recorded(
     model: Annotated[str, typer.Option(help="Checkpoint directory, or a published shape (random weights).")] = "ladder-1b",
     layers: Annotated[int | None, typer.Option(help="Use only so many layers of a published shape.")] = None,
-    tp: Ranks = 2,
+    tp: MeasuredRanks = 2,
     share_gpu: ShareGpu = False,
     latency: Annotated[
         str, typer.Option(help="Emulated latency of an all-reduce: e.g. 500us, 3ms; 0 takes the link as it is.")
