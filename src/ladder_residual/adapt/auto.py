@@ -37,17 +37,21 @@ class Request:
 
 def choose(source: str, request: Request, device: str = "auto") -> tuple[str, dict[str, Any]]:
     """The wiring, and the document that says why: costs of single layers, chosen sets, curves on both texts."""
+    from ..models.preflight import check_source
+    from .preflight import check_amount
+
+    config = check_source(source).fields
+    check_amount(request.layers, request.budget, config["num_hidden_layers"])  # before torch is imported
+
     import torch
 
     from ..data.encoder import Encoder
     from ..data.tokenizer import read_tokenizer
     from ..distributed.world import distributed
-    from ..models.checkpoint_reader import read_json, resolve
     from ..models.loading import load_model
     from .probe import Probe
     from .select import curves, select
 
-    config = read_json(resolve(source, weights=False) / "config.json")
     encoder = Encoder(read_tokenizer(source), int(config["vocab_size"]))
     sequence = min(SEQUENCE, int(config.get("max_position_embeddings") or SEQUENCE))
     with distributed(device) as world:

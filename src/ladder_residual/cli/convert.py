@@ -33,10 +33,8 @@ def convert(
 ) -> None:
     """Rewire a checkpoint: its config changes, its weights stay."""
     from ..adapt.auto import Request
-    from ..adapt.preflight import check_amount
     from ..models.convert import check_target, describe
     from ..models.convert import convert as run
-    from ..models.preflight import check_source
 
     options = {"--layers": layers, "--budget": budget, "--calibration": calibration, "--check": check}
     if wiring != "auto":
@@ -47,7 +45,6 @@ def convert(
     if calibration is None:
         raise ValueError("--wiring auto measures what each layer costs: give it a text with --calibration FILE")
     Request(calibration, layers, budget, check, calibration_tokens)  # refuses what cannot be asked for
-    check_amount(layers, budget, check_source(source).wiring.num_layers)
     check_target(source, target, overwrite)
     for name, file in (("calibration", calibration), ("check", check)):
         if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
