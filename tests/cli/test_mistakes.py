@@ -161,6 +161,8 @@ MISTAKES = [
     ("trace run --out prompts.txt/trace", "prompts.txt is not a directory", "choose another target"),
     ("report", "give the results", "JSON files or folders"),
     ("report no.json", "cannot read no.json", "give JSON results"),
+    ("report stories --out prompts.txt/x.html", "prompts.txt is not a directory", "choose another target"),
+    ("report stories --plots prompts.txt", "prompts.txt is not a directory", "choose another target"),
     ("report prompts.txt", "prompts.txt", "not a readable JSON result"),
     ("report broken/config.json", "config.json", "not a readable JSON result"),
     ("plan", "say which model", "--list"),
