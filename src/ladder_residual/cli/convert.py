@@ -55,9 +55,8 @@ def convert(
     if calibration is None:
         raise ValueError("--wiring auto measures what each layer costs: give it a text with --calibration FILE")
     Request(calibration, layers, budget, check, calibration_tokens)  # refuses what cannot be asked for
-    found = check_source(source)
     if quantize is not None:
-        check_quantizable(found.checkpoint, quantize)
+        check_quantizable(check_source(source).checkpoint, quantize)
     check_target(source, target, overwrite)
     for name, file in (("calibration", calibration), ("check", check)):
         if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
