@@ -110,6 +110,8 @@ def test_an_evaluation_on_several_ranks_is_that_of_one(stories):
         (lambda: ladder.evaluate("stories", perplexity="stories/stories.txt", tp=16), "tp=16 is more than the model"),
         (lambda: ladder.adapt("stories", teacher="stories", data="x.txt", tokns=1), "did you mean 'tokens'"),
         (lambda: ladder.select_layers("stories", "stories/stories.txt"), "layers"),
+        (lambda: ladder.select_layers("stories", "stories/stories.txt", layers=9), "cannot convert 9 layers .* choose 1 to 5"),
+        (lambda: ladder.rewire("stories", "ladder"), "takes a transformers model, got 'stories': convert rewires"),
         (lambda: ladder.plan("llama-3-70b", tp=3), "tp=3 does not divide"),
     ],
 )

@@ -8,7 +8,9 @@ from ladder_residual.cli.main import app
 
 
 def test_inspect_prints_text_or_json(demo_dir):
-    assert "llama" in CliRunner().invoke(app, ["inspect", str(demo_dir)]).output
+    said = CliRunner().invoke(app, ["inspect", str(demo_dir)]).output
+    assert "llama" in said
+    assert "not tp 5, 6, 7: does not divide 8 query heads with 4 KV heads evenly: use tp in [1, 2, 4]" in said
     found = json.loads(CliRunner().invoke(app, ["inspect", str(demo_dir), "--json"]).output)
     assert found["layers"] == 5
 

@@ -11,6 +11,7 @@ from typer import Context
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from ladder_residual.cli import bench
 from ladder_residual.cli.main import COMMANDS, EXAMPLES, app, main
 from ladder_residual.cli.options import split_links, split_wirings
 from ladder_residual.distributed.link_probe import SMALL_ALLREDUCE
@@ -170,3 +171,21 @@ def check_mistake(code, stderr, named):
     assert len(errors) == 1, stderr[-2000:]
     assert named in errors[0]
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize(
+    ("terminal", "asked", "printed"), [(True, False, ""), (True, True, '{"a": 1}\n'), (False, False, '{"a": 1}\n')]
+)
+def test_the_json_line_of_a_benchmark_is_for_programs(monkeypatch, capsys, terminal, asked, printed):
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    bench.print_json({"a": 1}, asked)
+    assert capsys.readouterr().out == printed
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks"), [("generate", "(1)"), ("bench overlap", "2"), ("bench decode", "8"), ("trace run", "2")]
+)
+def test_the_help_shows_how_many_ranks_are_started(command, ranks):
+    said = CliRunner().invoke(app, [*command.split(), "--help"], env={"COLUMNS": "200"}).output
+    [line] = [line for line in Text.from_ansi(said).plain.splitlines() if " --tp " in line and "Tensor-parallel" in line]
+    assert f"[default: {ranks}]" in line

@@ -3,7 +3,7 @@ import os
 import pytest
 
 from ladder_residual.common import files
-from ladder_residual.common.files import replace_text, swap
+from ladder_residual.common.files import check_can_write, replace_text, swap
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
@@ -34,3 +34,13 @@ def test_directories_are_swapped(tmp_path, monkeypatch):
             swap(tmp_path / "a", tmp_path / "missing")
     monkeypatch.setattr(files.ctypes, "CDLL", lambda *_, **__: object())
     assert not swap(tmp_path / "a", tmp_path / "b")
+
+
+def test_where_nothing_can_be_written(tmp_path):
+    check_can_write(tmp_path)
+    check_can_write(tmp_path / "new" / "deep" / "file.json")
+    (tmp_path / "file").touch()
+    check_can_write(tmp_path / "file")
+    with pytest.raises(ValueError, match="file/below: .*file is not a directory; choose another target"):
+        check_can_write(tmp_path / "file" / "below")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

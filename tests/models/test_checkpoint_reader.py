@@ -41,6 +41,12 @@ def test_a_path_is_not_taken_for_a_hub_id(saved, monkeypatch):
         resolve(saved.name + "x")
 
 
+@pytest.mark.parametrize(("source", "message"), [("", "name is empty"), ("https://hf.co/a/b-1.0", "give the hub id a/b-1.0$")])
+def test_what_is_no_name_of_a_checkpoint(source, message):
+    with pytest.raises(ValueError, match=message):
+        resolve(source)
+
+
 def test_gguf_weights_are_named(saved):
     (saved / "model.safetensors").rename(saved / "model-q4.gguf")
     with pytest.raises(ValueError, match=r"only GGUF weights \(model-q4\.gguf\)"):

@@ -37,17 +37,21 @@ class Request:
 
 def choose(source: str, request: Request, device: str = "auto") -> tuple[str, dict[str, Any]]:
     """The wiring, and the document that says why: costs of single layers, chosen sets, curves on both texts."""
+    from ..models.preflight import check_source
+    from .preflight import check_amount
+
+    config = check_source(source).fields
+    check_amount(request.layers, request.budget, config["num_hidden_layers"])  # before torch is imported
+
     import torch
 
     from ..data.encoder import Encoder
     from ..data.tokenizer import read_tokenizer
     from ..distributed.world import distributed
-    from ..models.checkpoint_reader import read_json, resolve
     from ..models.loading import load_model
     from .probe import Probe
     from .select import curves, select
 
-    config = read_json(resolve(source, weights=False) / "config.json")
     encoder = Encoder(read_tokenizer(source), int(config["vocab_size"]))
     sequence = min(SEQUENCE, int(config.get("max_position_embeddings") or SEQUENCE))
     with distributed(device) as world:
@@ -174,4 +178,5 @@ class Phases:
             desc=f"{self.begun}/{self.count} {name}",
             bar_format="{desc:22} {percentage:3.0f} % |{bar:30}| {elapsed}, {remaining} left",
             mininterval=0.1 if sys.stderr.isatty() else 20,
+            miniters=1,  # tqdm would wait for as many layers as the largest step had, and steps get shorter
         )

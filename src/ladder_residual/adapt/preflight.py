@@ -28,6 +28,14 @@ def check_output(settings: AdaptSettings) -> None:
         raise ValueError(f"{output} exists and is not empty; choose another --out or delete it")
 
 
+def check_amount(layers: int | None, budget: float | None, count: int) -> None:
+    """What ``--wiring auto`` may choose of a model of ``count`` layers."""
+    if layers is not None and not 1 <= layers <= count:
+        raise ValueError(f"cannot convert {layers} layers of a model that has {count}; choose 1 to {count}")
+    if budget is not None and not budget > 0:
+        raise ValueError(f"the budget is a rise of the loss in nats, above 0; got {budget}")
+
+
 def check_models(settings: AdaptSettings) -> None:
     found = check_source(settings.student)
     if found.quantization is not None:

@@ -14,6 +14,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from .preflight import check_amount
 from .probe import Cost, Probe
 
 Phase = Callable[[str, int], Any]  # (what is done, of how many steps) -> a tqdm bar
@@ -64,11 +65,8 @@ def select(
     """The best sets of 1 to ``most`` layers, or of as many as stay within ``budget`` nats of loss. ``width`` additions are tried
     for each of the two sets that a size grows from."""
     count = probe.count
+    check_amount(most, budget, count)
     most = count if most is None else most
-    if not 1 <= most <= count:
-        raise ValueError(f"cannot convert {most} layers of a model that has {count}; choose 1 to {count}")
-    if budget is not None and not budget > 0:
-        raise ValueError(f"the budget is a rise of the loss in nats, above 0; got {budget}")
     single = []
     with phase("each layer alone", count * (count + 1) // 2) as bar:
         for layer in range(count):

@@ -1,9 +1,17 @@
-"""What makes a result of the CUDA engine's benchmarks doubtful, found in its rows. No torch: reports use it too."""
+"""What cannot be measured, and what makes a result doubtful. No torch: the command line and reports use it too."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
+
+PHASES = ("decode", "prefill", "e2e")
+LEAST_REPEATS = 5
+
+
+def check_repeats(repeats: int) -> None:
+    if repeats < LEAST_REPEATS:
+        raise ValueError(f"--repeats must be at least {LEAST_REPEATS} to say anything about spread, got {repeats}")
 
 
 class SlowReduce(NamedTuple):

@@ -99,7 +99,6 @@ def run(write: Callable[[str], None]) -> dict[str, Any]:
     from ..generation.sampling import Sampling
     from ..generation.tokenizer import load_tokenizer
     from ..models.convert import convert, describe
-    from ..models.hf_config import wiring_of
     from ..models.loading import load_model
 
     with tempfile.TemporaryDirectory(prefix="ladder-demo-") as scratch:
@@ -115,7 +114,7 @@ def run(write: Callable[[str], None]) -> dict[str, Any]:
             model = load_model(conversion.target, wiring=wiring)
             texts[wiring] = complete(model, tokenizer, [PROMPT], greedy, World())[0].text
             losses[wiring] = zero_shot_loss(conversion.target, wiring)
-            write(f"   [{wiring_of(model.config).spec}] {PROMPT}{texts[wiring].replace(chr(10), ' ')} ...")
+            write(f"   [{wiring}] {PROMPT}{texts[wiring].replace(chr(10), ' ')} ...")
         write(f"\n3. The same on {RANKS} processes (tensor parallel), over a link slowed by {1e6 * LATENCY_SECONDS:.0f} us.\n")
         if launch([str(workdir)], RANKS, module="ladder_residual.bench.demo") != 0:
             raise RuntimeError("the two-process part of the demo failed; its messages are above")

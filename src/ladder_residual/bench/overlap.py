@@ -22,6 +22,7 @@ from ..distributed.world import World
 from ..generation.decode_loop import DecodeLoop, synchronize
 from ..models.candidates import GREEDY
 from ..models.random_weights import load_or_random_model
+from .checks import PHASES, check_repeats
 from .timing import quartiles
 
 COMPUTE = "no-comm"  # the wiring whose time is the compute bound
@@ -46,7 +47,7 @@ class _EndToEnd(DecodeLoop):
             token = logits[:, -1:].argmax(-1)
 
 
-PHASES: dict[str, type[DecodeLoop]] = {"decode": DecodeLoop, "prefill": _Prefill, "e2e": _EndToEnd}
+LOOPS: dict[str, type[DecodeLoop]] = dict(zip(PHASES, (DecodeLoop, _Prefill, _EndToEnd), strict=True))
 
 
 def _communication(reducer: Reducer, message: torch.Tensor, count: int, repeats: int, world: World) -> list[float]:
@@ -107,15 +108,14 @@ def measure_overlap(
         raise ValueError(f"unknown phase {phase!r}; choose {', '.join(PHASES)}")
     if new < 1:
         raise ValueError(f"new must be at least 1, got {new}")
-    if repeats < 5:
-        raise ValueError(f"repeats must be at least 5 to say anything about spread, got {repeats}")
+    check_repeats(repeats)
     config = model.config
     modules = 2 * config.num_hidden_layers
     names = list(dict.fromkeys(["standard", *wirings, COMPUTE]))
     plain = reducer or world.reducer()
 
     def decoders(reducer: Reducer, specs: list[str]) -> dict[str, DecodeLoop]:
-        made = {spec: PHASES[phase](model, spec, reducer, batch, prompt, world.device) for spec in specs}
+        made = {spec: LOOPS[phase](model, spec, reducer, batch, prompt, world.device) for spec in specs}
         for decoder in made.values():
             if isinstance(decoder, _EndToEnd):
                 decoder.new = new

@@ -1,4 +1,4 @@
-"""``ladder bench ...``: parse, call, print. The last line printed is the whole result as JSON; torch is imported inside."""
+"""``ladder bench ...``: parse, call, print. torch is imported inside."""
 
 from __future__ import annotations
 
@@ -9,17 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from ..bench.checks import warnings_of
+from ..bench.checks import PHASES, check_repeats, warnings_of
+from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks
+from ..links import parse_link
 from ..models.preflight import check_model
 from .options import (
     Device,
     Dtype,
     Layers,
     Links,
-    Ranks,
+    MeasuredRanks,
     Repeats,
     Schedule,
     Shape,
@@ -32,7 +34,7 @@ from .options import (
     whole_numbers,
 )
 
-app = typer.Typer(help="Measure. The last line printed is the whole result as JSON.", no_args_is_help=True)
+app = typer.Typer(help="Measure. In a file or pipe the last line is the whole result as JSON.", no_args_is_help=True)
 
 Batches = Annotated[str, typer.Option(help="Comma-separated.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of the prompt.")]
@@ -55,21 +57,22 @@ def bench_overlap(
     model: Shape = "ladder-1b",
     layers: Layers = None,
     wirings: Wirings = "standard,ladder",
-    tp: Ranks = 2,
+    tp: MeasuredRanks = 2,
     latency: Annotated[
         str, typer.Option(help="Emulated latency of an all-reduce: e.g. 500us, 2ms, 0, or auto (one module's time).")
     ] = "auto",
     batch: Annotated[int, typer.Option(help="Sequences decoded together.")] = 1,
     prompt: Annotated[int, typer.Option(help="Tokens of context.")] = 16,
     repeats: Repeats = 30,
-    phase: Annotated[str, typer.Option(help="decode or prefill.")] = "decode",
+    phase: Annotated[str, typer.Option(help="decode, prefill or e2e.", **one_of(*PHASES))] = "decode",
     dtype: Dtype = "float32",
     device: Device = "auto",
 ) -> None:
     """How much of a slow link each wiring hides: decode steps on real ranks, all wirings in one run."""
     seconds = read_seconds(latency)
     names = split_wirings(wirings)
-    at_least_one(tp=tp, batch=batch, prompt=prompt, repeats=repeats)
+    at_least_one(tp=tp, batch=batch, prompt=prompt)
+    check_repeats(repeats)
     check_model(model, layers=layers, wirings=names, tp=tp)
     on_ranks(tp)
     from ..bench.overlap import run
@@ -90,14 +93,14 @@ def bench_overlap(
         )
         if world.is_main:
             _print_overlap(result)
-            print(json.dumps(result))
+            print_json(result)
 
 
 @app.command("decode")
 def bench_decode(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
-    tp: Ranks = 8,
+    tp: MeasuredRanks = 8,
     batch: Batches = "1",
     prompt: Prompt = 1024,
     new: New = 512,
@@ -121,7 +124,7 @@ def bench_decode(
     context = context or prompt + new // 2
     at_least_one(context=context)
     engine = {"context": context, "schedule": schedule, "gemm_backend": gemm_backend}
-    if not _on_gpu(device) and (schedule, gemm_backend) != ("auto", "auto"):
+    if (schedule, gemm_backend) != ("auto", "auto") and not _on_gpu(device):
         raise ValueError("--schedule and --gemm-backend are the CUDA engine's: ranks on CPUs have neither")
     _measure(
         "decode", on_gpu=engine, on_cpu={"prompt": context}, model=model, layers=layers, wirings=wirings, repeats=repeats,
@@ -133,7 +136,7 @@ def bench_decode(
 def bench_prefill(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
-    tp: Ranks = 8,
+    tp: MeasuredRanks = 8,
     batch: Batches = "1",
     prompt: Prompt = 1024,
     wirings: Wirings = "standard,ladder",
@@ -157,7 +160,7 @@ def bench_prefill(
 def bench_e2e(
     model: Shape = "llama-3-70b",
     layers: Layers = None,
-    tp: Ranks = 8,
+    tp: MeasuredRanks = 8,
     batch: Batches = "1",
     prompt: Prompt = 1024,
     new: New = 512,
@@ -182,7 +185,7 @@ def bench_e2e(
 def bench_train(
     model: Shape = "ladder-1b",
     layers: Layers = None,
-    tp: Ranks = 2,
+    tp: MeasuredRanks = 2,
     share_gpu: ShareGpu = False,
     batch: Annotated[int, typer.Option(help="Rows of a step.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
@@ -238,6 +241,7 @@ def bench_calibrate(
     from ..bench.calibrate import calibrate, check_name
 
     check_name(name)
+    check_can_write(out)
     on_ranks(tp)
     from ..distributed.world import distributed
 
@@ -259,12 +263,14 @@ def bench_calibrate(
             )
         link = f" --link {name}" if world.size > 1 else ""
         print(f"wrote {out}; use it: ladder plan --model llama-3.1-8b --hardware {out} --device {name}{link} --tp {world.size}")
-        print(json.dumps(result))
+        print_json(result)
 
 
 @app.command("link")
-def bench_link(tp: Ranks = 2, device: Device = "cpu") -> None:
+def bench_link(tp: MeasuredRanks = 2, device: Device = "cpu") -> None:
     """Time an all-reduce between CPU ranks each way they can do it: sent directly, sent directly as bfloat16, by gloo."""
+    if tp == 1 and launched() == 1:
+        raise ValueError("--tp 1 has no link: an all-reduce is timed between 2 or more ranks")
     on_ranks(tp)
     from ..common.environment import environment
     from ..common.markdown import table
@@ -278,7 +284,7 @@ def bench_link(tp: Ranks = 2, device: Device = "cpu") -> None:
             rows = [(f"{row.bytes:,}", *(f"{1e3 * getattr(row, way):.2f}" for way in ways)) for row in found.rows]
             print(table(("bytes", "sockets, ms", "sockets as bfloat16, ms", "gloo, ms"), rows))
             print(f"--small-allreduce measured uses sockets up to {found.small_allreduce_bytes:,} bytes on this link")
-            print(json.dumps({"benchmark": "link", "tp": world.size, **found.to_dict(), **environment()}))
+            print_json({"benchmark": "link", "tp": world.size, **found.to_dict(), **environment()})
 
 
 def _on_gpu(device: str) -> bool:
@@ -303,6 +309,8 @@ def _measure(
     batches = whole_numbers(batch, "batch")
     asked: dict[str, Any] = {"layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
     at_least_one(layers=layers, repeats=repeats, **on_cpu)
+    for link in split_links(links):
+        _check_link(link)
     shared_gpu.share_gpu(share_gpu)
     real = ranks == "real" or (ranks == "auto" and (shared_gpu.is_shared() or launched() > 1))
     if real and _on_gpu(device):
@@ -334,6 +342,14 @@ def _measure(
         _print_result(result if world.is_main else None, as_json)
 
 
+def _check_link(link: str) -> None:
+    """Of no use on any device: said before torch looks for a GPU."""
+    try:
+        read_seconds(link)
+    except ValueError:
+        parse_link(link)
+
+
 def _latency(link: str) -> float | None:
     try:
         return read_seconds(link)
@@ -360,7 +376,13 @@ def _print_result(result: dict[str, Any] | None, as_json: bool = False) -> None:
         Console(width=160).print(table)
         for line in warnings_of(result):
             print(f"warning: {line}", file=sys.stderr)
-    print(json.dumps(result))
+    print_json(result, as_json)
+
+
+def print_json(result: dict[str, Any], asked: bool = False) -> None:
+    """The last line, for programs: a terminal has the table, and gets these thousands of characters only if ``asked``."""
+    if asked or not sys.stdout.isatty():
+        print(json.dumps(result))
 
 
 def _cell(value: Any) -> str:

@@ -84,9 +84,8 @@ def convert(
     Request(calibration, layers, budget, check, calibration_tokens)  # refuses what cannot be asked for
     _check_file("--calibration", calibration)
     _check_file("--check", check)
-    found = check_source(source)
     if quantize is not None:
-        check_quantizable(found.checkpoint, quantize)
+        check_quantizable(check_source(source).checkpoint, quantize)
     if refit is not None:
         check_refit(source, target, "ladder", overwrite)
     check_target(source, target, overwrite)

@@ -8,7 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ..common.files import check_can_write
 from ..common.terminal import show
+from ..models.preflight import check_source
 from .options import Device, Dtype
 
 app = typer.Typer(
@@ -61,7 +63,7 @@ def prepare_command(
         end_of_document=end_of_document,
         options=SourceOptions(document_separator, split, subset),
     )
-    check_request(sources, tokenizer, settings)
+    check_request(sources, out, tokenizer, settings)
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     try:
         with Progress(*columns, console=Console(stderr=True)) as bar:
@@ -138,7 +140,7 @@ def sample_command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file that is there.")] = False,
 ) -> None:
     """Let a model write text to train it on. Every batch is on disk before the next begins: Ctrl-C loses only one."""
-    from ..data.sample import SampleSettings
+    from ..data.sample_settings import SampleSettings
 
     settings = SampleSettings(
         tokens=tokens,
@@ -152,6 +154,8 @@ def sample_command(
     )
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists; choose another name or use --overwrite")
+    check_can_write(out)
+    check_source(source, dtype=dtype)
     from ..data.sample import Sampler, load_for_sampling, write_samples
     from ..distributed.world import distributed
 

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..common.files import check_can_write
 from ..common.terminal import show
 from ..distributed.launch import launched, on_ranks, speaks_first
 from ..evaluate.markdown import render
@@ -64,6 +65,9 @@ def evaluate(
         raise ValueError("--requests-out only writes what to score: drop --scores-in, --against and --out")
     if out is not None and out.suffix != ".json":
         raise ValueError(f"--out takes a file that ends in .json, got {out}; the table goes beside it as .md")
+    for file in (out, requests_out):
+        if file is not None:
+            check_can_write(file)
     how: dict[str, Any] = dict(tasks=tasks, files=local or [], limit=limit, shots=shots, chat=chat, allow_code=allow_code)
     how |= dict(perplexity=perplexity, context=context, stride=stride, max_length=max_length)
     how |= dict(batch_size=batch_size, batch_tokens=batch_tokens)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from ..common.terminal import show
 from .options import Json, Source
 
 
@@ -30,10 +31,13 @@ def inspect(source: Source, as_json: Json = False) -> None:
     if quantised:
         sizes = {"weights per rank": "stored_bytes", "dequantised": "weight_bytes"}
     table = Table("tp", *sizes, "KV cache per token and rank")
+    refused: dict[str, list[str]] = {}
     for tp, row in result["ranks"].items():
         if "refused" in row:
-            table.add_row(str(tp), *("-" for _ in sizes), row["refused"])
+            refused.setdefault(row["refused"].removeprefix(f"tp={tp} "), []).append(str(tp))
         else:
             memory = (f"{row[key] / 2**20:,.1f} MiB" for key in sizes.values())
             table.add_row(str(tp), *memory, f"{row['kv_bytes_per_token'] / 2**10:,.1f} KiB")
     console.print(table)
+    for why, ranks in refused.items():
+        show(f"not tp {', '.join(ranks)}: {why}")

@@ -56,6 +56,15 @@ EXAMPLES = {
     "report": "ladder report results --out report.html",
 }
 
+# What other tools call a command of ours, or what is theirs to do.
+ELSEWHERE = {
+    "serve": "vLLM serves rewired checkpoints: `vllm serve DIR`, docs/serving.md",
+    "run": "use 'generate'",
+    "finetune": "use 'adapt'",
+    "help": "use --help",
+    "version": "use --version",
+}
+
 
 class _InOrder(TyperGroup):
     """Lists commands as ``COMMANDS`` does; typer would list those with subcommands last."""
@@ -69,6 +78,7 @@ app = typer.Typer(
     cls=_InOrder,
     help="Tensor parallelism that does not wait for the network: rewire, generate, measure.",
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 for panel, commands in COMMANDS.items():
@@ -104,13 +114,17 @@ def _given(error: Any) -> str:
     return f", got {(after or inside)[0]!r:.60}" if after or inside else ""
 
 
-def _begins(context: Any, said: str) -> str:
-    """``gen`` is too short for typer to see that it begins ``generate``."""
-    unknown = re.fullmatch(r"No such command '(\w+)'\.", said)
-    names = [
-        name for name in getattr(getattr(context, "command", None), "commands", {}) if unknown and name.startswith(unknown[1])
-    ]
-    return f". Did you mean {' or '.join(map(repr, names))}?" if names else ""
+def _meant(context: Any, said: str) -> str:
+    """What typer does not see: ``gen`` begins ``generate``, another tool's command, a model that is not behind ``--model``."""
+    command = getattr(context, "command", None)
+    if unknown := re.fullmatch(r"No such command '(\w+)'\.", said):
+        if unknown[1] in ELSEWHERE:
+            return f": {ELSEWHERE[unknown[1]]}"
+        names = [name for name in getattr(command, "commands", {}) if name.startswith(unknown[1])]
+        return f". Did you mean {' or '.join(map(repr, names))}?" if names else ""
+    if "extra argument" in said and any("--model" in option.opts for option in getattr(command, "params", ())):
+        return "; a model goes behind --model"
+    return ""
 
 
 def _run() -> None:
@@ -127,6 +141,6 @@ def _run() -> None:
         if not hasattr(error, "format_message"):
             raise
         where = context.command_path if context is not None else "ladder"
-        said = f"{error.format_message().rstrip('.')}{_begins(context, str(error))}{_given(error)}"
+        said = f"{error.format_message().rstrip('.')}{_meant(context, str(error))}{_given(error)}"
         raise ValueError(f"{said} (see {where} --help)") from error
     sys.exit(code if isinstance(code, int) else 0)

@@ -22,6 +22,12 @@ def one_of(*values: str) -> dict[str, Any]:
     return {"callback": check, "autocompletion": lambda: list(values)}
 
 
+def _above_zero(param: typer.CallbackParam, value: float) -> float:
+    if not value > 0:
+        raise ValueError(f"--{param.name} must be above 0 seconds, got {value}")
+    return value
+
+
 Source = Annotated[str, typer.Argument(help="Checkpoint directory, or hub id owner/name.")]
 Shape = Annotated[
     str,
@@ -30,9 +36,9 @@ Shape = Annotated[
     ),
 ]
 Layers = Annotated[int | None, typer.Option(help="Use only so many layers of the shape.")]
-Ranks = Annotated[
-    int | None, typer.Option("--tp", help="Tensor-parallel ranks; starts them unless torchrun has.", show_default="1")
-]
+_RANKS = "Tensor-parallel ranks; starts them unless torchrun has."
+Ranks = Annotated[int | None, typer.Option("--tp", help=_RANKS, show_default="1")]
+MeasuredRanks = Annotated[int | None, typer.Option("--tp", help=_RANKS)]  # by default more than one
 ShareGpu = Annotated[
     bool,
     typer.Option(
@@ -90,7 +96,7 @@ Links = Annotated[
     ),
 ]
 Repeats = Annotated[int, typer.Option(help="Measured runs per case.")]
-Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.")]
+Timeout = Annotated[float, typer.Option(help="Seconds a rank waits for the others before it gives up.", callback=_above_zero)]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON document instead of text.")]
 Engine = Annotated[
     str,

@@ -10,10 +10,11 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import on_ranks
-from .options import Device, Dtype, Json, Ranks, ShareGpu, Wirings, split_wirings
+from .options import Device, Dtype, Json, MeasuredRanks, ShareGpu, Wirings, split_wirings
 from .plan import HardwareFiles, load_hardware
 
 
@@ -39,7 +40,7 @@ Out = Annotated[Path, typer.Option("--out", "-o", help="Folder for trace.json an
 def trace_recorded(
     model: Annotated[str, typer.Option(help="Checkpoint directory, or a published shape (random weights).")] = "ladder-1b",
     layers: Annotated[int | None, typer.Option(help="Use only so many layers of a published shape.")] = None,
-    tp: Ranks = 2,
+    tp: MeasuredRanks = 2,
     share_gpu: ShareGpu = False,
     latency: Annotated[
         str, typer.Option(help="Emulated latency of an all-reduce: e.g. 500us, 3ms; 0 takes the link as it is.")
@@ -63,6 +64,7 @@ def trace_recorded(
     check_request(source=model, layers=layers, wirings=names, batch=batch, prompt=prompt, steps=steps, tp=tp)
     if tp == 1:
         raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
+    check_can_write(out)
     shared_gpu.share_gpu(share_gpu)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own notes of its start and end; read as torch is loaded
     on_ranks(tp)

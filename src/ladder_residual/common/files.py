@@ -11,6 +11,21 @@ from pathlib import Path
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
+def check_can_write(target: Path) -> None:
+    """ValueError unless ``target``, a file or folder that may not exist yet, can be made here; for what is written after long work."""
+    above = target if target.is_dir() else next(path for path in target.absolute().parents if path.exists())
+    if not above.is_dir():
+        raise ValueError(cannot_write(target, f"{above} is not a directory"))
+    try:  # not os.access(): root may do everything, except on a file system that takes nothing
+        os.rmdir(tempfile.mkdtemp(prefix=".ladder-", dir=above))
+    except OSError as error:
+        raise ValueError(cannot_write(target, error.strerror or str(error))) from error
+
+
+def cannot_write(target: Path, why: str) -> str:
+    return f"cannot write {target}: {why}; choose another target"
+
+
 def sync(path: Path) -> None:
     """Wait until the content of a file, or the entries of a directory, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -70,8 +70,11 @@ class Report:
     bytes_total: int | None
 
 
-def check_request(names: list[str], tokenizer_source: str, settings: PrepareSettings) -> list[Source]:
-    """The sources; ValueError if one of them or the tokenizer is not there. Before anything is imported that takes seconds."""
+def check_request(names: list[str], directory: Path, tokenizer_source: str, settings: PrepareSettings) -> list[Source]:
+    """The sources; ValueError if one of them or the tokenizer is not there, or ``directory`` is no place for a corpus. Before anything
+    is imported that takes seconds."""
+    if (directory / "config.json").exists():
+        raise ValueError(f"{directory} is a checkpoint; choose another directory for the corpus")
     if not Path(tokenizer_source).is_file():
         resolve(tokenizer_source, weights=False)
     return find_sources(names, settings.options)
@@ -90,7 +93,7 @@ def prepare(
     """Tokenise the sources into ``directory``; go on where an interrupted run with the same settings stopped."""
     if workers < 1:
         raise ValueError(f"--workers must be at least 1, got {workers}")
-    sources = check_request(names, tokenizer_source, settings)
+    sources = check_request(names, directory, tokenizer_source, settings)
     from .tokenizer import TextToIds, end_of_document, read_tokenizer, tokenizer_digest, vocabulary_size
 
     tokenizer = read_tokenizer(tokenizer_source)

@@ -165,6 +165,7 @@ def compare_perplexity(ours: Result, theirs: Result) -> dict[str, Any] | None:
 
 def save(result: Result, path: Path) -> None:
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"format": FORMAT, **result}) + "\n", encoding="utf-8")
     except OSError as error:
         raise ValueError(f"cannot write {path}: {error}") from error

@@ -33,6 +33,7 @@ SINGLE = "model.safetensors"
 HEADS, _EMBEDDINGS = ("lm_head.weight", "embed_out.weight"), ("embed_tokens.weight", "embed_in.weight")
 _COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", *HEADS)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.([0-9]{1,9})\.")
+_HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 _FLOATS = ("F64", "F32", "F16", "BF16")
 # A mapped file's pages stay resident while it is open: reopen it now and then, so that peak memory is the shard and not the file.
 REOPEN_AFTER_BYTES = 64 << 20
@@ -46,10 +47,13 @@ _NO_GGUF = "use the safetensors of the model it was made from, or convert it wit
 
 def resolve(source: str | Path, *, weights: bool = True) -> Path:
     """A local directory as it is, or a hub id fetched into the Hugging Face cache (only JSON, tokenizer and safetensors)."""
-    path = Path(source)
+    path, text = Path(source), str(source)
+    if not text.strip():
+        raise ValueError("the checkpoint's name is empty: give a directory with config.json, or a hub id owner/name")
     if path.is_dir():
         return path
-    text = str(source)
+    if address := _HUB_PAGE.match(text):
+        raise ValueError(f"{text} is an address: give the hub id {address[1]}")
     if path.suffix == ".gguf":
         raise ValueError(f"{source} is a GGUF file, which is not read here: {_NO_GGUF}")
     if path.exists():

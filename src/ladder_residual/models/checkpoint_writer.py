@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..common.files import replace_text, swap, sync, umask
+from ..common.files import cannot_write, check_can_write, replace_text, swap, sync, umask
 from .checkpoint_reader import CONFIG, INDEX, Checkpoint, read_json
 from .hf_config import STUB
 
@@ -91,7 +91,7 @@ def new_directory(target: str | Path, *, overwrite: bool = False) -> Iterator[Di
         target.parent.mkdir(parents=True, exist_ok=True)
         draft = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     except OSError as error:
-        raise ValueError(_cannot_write(target, error.strerror or str(error))) from error
+        raise ValueError(cannot_write(target, error.strerror or str(error))) from error
     try:
         yield DirectoryWriter(draft)
         mask = umask()
@@ -114,13 +114,7 @@ def new_directory(target: str | Path, *, overwrite: bool = False) -> Iterator[Di
 def check_replaceable(target: Path, overwrite: bool) -> None:
     """ValueError unless ``target`` is new or empty, or a checkpoint that may be overwritten."""
     if not target.exists():
-        above = next(path for path in target.parents if path.exists())
-        if not above.is_dir():
-            raise ValueError(_cannot_write(target, f"{above} is not a directory"))
-        try:  # not os.access(): root may do everything, except on a file system that takes nothing
-            os.rmdir(tempfile.mkdtemp(prefix=".ladder-", dir=above))
-        except OSError as error:
-            raise ValueError(_cannot_write(target, error.strerror or str(error))) from error
+        check_can_write(target)
         return
     if not target.is_dir():
         raise ValueError(f"{target} exists and is not a directory; choose another target")
@@ -147,10 +141,6 @@ def _says_what_model(config: Path) -> bool:
         return "model_type" in read_json(config)
     except ValueError:
         return False
-
-
-def _cannot_write(target: Path, why: str) -> str:
-    return f"cannot write {target}: {why}; choose another target"
 
 
 def _put_in_place(draft: Path, target: Path) -> None:

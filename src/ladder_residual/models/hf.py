@@ -200,6 +200,10 @@ def rewire(model: PreTrainedModel, wiring: str | Wiring) -> PreTrainedModel:
         >>> model.wiring.spec
         'ladder:3-4'
     """
+    if not isinstance(model, PreTrainedModel):
+        raise ValueError(
+            f"rewire takes a transformers model, got {model!r:.60}: convert rewires a checkpoint, load has a wiring="
+        )
     family = family_of(model.config.to_dict())
     chosen = Wiring.parse(wiring.spec if isinstance(wiring, Wiring) else wiring, model.config.num_hidden_layers)
     check_wiring(family, chosen)

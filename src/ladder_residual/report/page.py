@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ..common.charts import Chart, chart_svg
 from ..common.charts import style as chart_style
-from ..common.files import replace_text
+from ..common.files import check_can_write, replace_text
 from ..common.terminal import printable
 from ..trace.timeline_svg import NARROW, timeline_svg
 from .results import COMPARISON, OTHER, PLAN, QUALITY, VALIDATION, Bars, Results, Table, Timeline, files_of, read_results
@@ -58,6 +58,8 @@ def write_report(
     ``validation`` adds the planner's prediction of each emulated step."""
     if not paths:
         raise ValueError("give the results to show: JSON files or folders of them, such as results/")
+    for file in (Path(out), *([Path(plots, "charts.svg")] if plots is not None else [])):
+        check_can_write(file)
     results = read_results(paths, validation=validation)
     try:
         page = build_report(results)
