@@ -1,4 +1,5 @@
 import os
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,7 @@ def test_where_nothing_can_be_written(tmp_path):
     check_can_write(tmp_path / "new" / "deep" / "file.json")
     (tmp_path / "file").touch()
     check_can_write(tmp_path / "file")
+    check_can_write(Path(os.devnull))
     with pytest.raises(ValueError, match="file/below: .*file is not a directory; choose another target"):
         check_can_write(tmp_path / "file" / "below")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -13,6 +13,10 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 def check_can_write(target: Path) -> None:
     """ValueError unless ``target``, a file or folder that may not exist yet, can be made here; for what is written after long work."""
+    if target.exists() and not target.is_dir():  # a file or device: nothing is made beside it
+        if not os.access(target, os.W_OK):
+            raise ValueError(cannot_write(target, "Permission denied"))
+        return
     above = target if target.is_dir() else next(path for path in target.absolute().parents if path.exists())
     if not above.is_dir():
         raise ValueError(cannot_write(target, f"{above} is not a directory"))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..common.files import check_can_write
+
 
 def check_new(out: Path, *, resume: bool, overwrite: bool) -> None:
     """ValueError where a file would be overwritten without having been told so, or cannot be written."""
@@ -12,6 +14,7 @@ def check_new(out: Path, *, resume: bool, overwrite: bool) -> None:
         raise ValueError(f"--out {out} is a directory; give a file, such as {out / 'completions.jsonl'}")
     if not out.parent.is_dir():
         raise ValueError(f"--out {out}: there is no directory {out.parent}; make it first")
+    check_can_write(out)
     if resume and overwrite:
         raise ValueError("--resume keeps what is there and --overwrite drops it: give one of them")
     if out.is_file() and out.stat().st_size and not resume and not overwrite:
