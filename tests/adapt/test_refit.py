@@ -1,18 +1,24 @@
 """Refit in closed form: the sums against a plain least-squares solver, a walk in batches against one in a single batch, the files."""
 
+import copy
 import json
+import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from ladder_residual.adapt import refit as refit_module
+from ladder_residual.adapt.auto import full_rows
 from ladder_residual.adapt.refit import Refit, Regression, ridge_regression
-from ladder_residual.adapt.refit_checkpoint import refit
+from ladder_residual.adapt.refit_checkpoint import CHECK_ROWS, RefitResult, refit
 from ladder_residual.cli.main import app
 from ladder_residual.core.config import Wiring
+from ladder_residual.data.encoder import Encoder
+from ladder_residual.data.tokenizer import read_tokenizer
 from ladder_residual.models.convert import convert
+from ladder_residual.models.finite import NonFiniteError
 from ladder_residual.models.loading import load_model
 from tests.tiny_models import tiny_model
 
@@ -32,7 +38,7 @@ def test_sums_over_batches_solve_the_least_squares_problem(monkeypatch):
     sums = Regression()
     for part in range(0, 48, 20):  # batches of unequal length
         sums.add(x[part : part + 20], y[part : part + 20])
-    assert torch.allclose(sums.solve(prior), least_squares(x, y, prior, 0.05), atol=1e-5)
+    assert torch.allclose(sums.solve(prior, "here"), least_squares(x, y, prior, 0.05), atol=1e-5)
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 0.0, 0.003), (3.0, 0.03, 1.0)])
@@ -45,7 +51,7 @@ def test_the_ridge_is_chosen_on_rows_held_out(noise, least, most, monkeypatch):
     for _ in range(5):
         x = torch.randn(8, 20).double()
         sums.add(x, x @ rule.T + noise * torch.randn(8, 4).double())
-    sums.solve(prior)
+    sums.solve(prior, "here")
     assert least <= chosen[-1] <= most
 
 
@@ -55,43 +61,71 @@ def test_weights_that_cannot_be_improved_stay():
     sums = Regression()
     for part in (0, 8):
         sums.add(x[part : part + 8], x[part : part + 8] @ prior.T)
-    assert torch.equal(sums.solve(prior), prior)
+    assert torch.equal(sums.solve(prior, "here"), prior)
 
 
 def rows_of(count, length=48, vocabulary=512):
     return torch.randint(3, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
 
 
-def first_inputs(model, rows):
-    """What the attention of every layer reads, after its norm."""
-    seen = []
-    hooks = [
-        layer.input_layernorm.register_forward_hook(lambda norm, inputs, output: seen.append(output))
-        for layer in model.base_model.layers
-    ]
+def seen_by(model, part, rows):
+    """What a part of every layer reads and gives, rows of all tokens."""
+    calls = []
+
+    def note(module, inputs, output):
+        calls.append(tuple(x.detach().reshape(-1, x.shape[-1]).double() for x in (inputs[0], output)))
+
+    hooks = [layer.get_submodule(part).register_forward_hook(note) for layer in model.base_model.layers]
     with torch.no_grad():
         model(input_ids=rows, use_cache=False)
     for hook in hooks:
         hook.remove()
-    return [x.reshape(-1, x.shape[-1]).double() for x in seen]
+    return calls
 
 
-def test_the_first_converted_projections_are_those_of_least_squares(ground, monkeypatch):
-    """Below nothing has changed, so what both models read there is known without the walk."""
-    monkeypatch.setattr(refit_module, "RIDGES", (0.05,))
-    rows, wiring = rows_of(16), Wiring.parse("ladder:2-4", 5)
-    original, converted = load_model(ground / "original"), load_model(ground / "original", wiring=wiring.spec)
-    before, after = first_inputs(original, rows)[2], first_inputs(converted, rows)[2]
-    assert not torch.allclose(before, after)
-    attention = original.base_model.layers[2].self_attn
-    names = [f"{part}_proj" for part in "qkv"]
-    plain = {name: getattr(attention, name).weight.detach().double() for name in names}
-    expected = {name: least_squares(after, before @ weight.T, weight, 0.05) for name, weight in plain.items()}
-    changed = Refit(original, wiring, rows, outputs=False).run()
-    for name in names:
-        assert torch.allclose(changed[f"model.layers.2.self_attn.{name}.weight"].double(), expected[name], atol=2e-4)
-    assert all("layers.0." not in name and "layers.1." not in name for name in changed)
+@pytest.mark.parametrize("family", ["qwen3", "llama", "granite"])  # without biases, with biases, with a multiplier
+def test_the_first_converted_module_is_fitted_by_least_squares(family, monkeypatch):
+    """Below nothing has changed, so what both models read there is known without the walk. The rows that are held out are among the
+    others, or nothing would be gained: o_proj suits what the fitted q, k and v give it as well as the tokens tell."""
+    monkeypatch.setattr(refit_module, "RIDGES", (0.01,))
+    rows, wiring, first = rows_of(16, vocabulary=96).repeat_interleave(4, 0), "ladder:2-3", 2
+    model = tiny_model(family)
+    converted = refit_module.rewire(copy.deepcopy(model), wiring)
+    changed = Refit(copy.deepcopy(model), Wiring.parse(wiring, 4), rows).run()
+    norms = [seen_by(each, "input_layernorm", rows)[first][1] for each in (model, converted)]
+    assert not torch.allclose(*norms)
+    original, attention = (each.base_model.layers[first].self_attn for each in (model, converted))
+    for part in ("q_proj", "k_proj", "v_proj"):
+        plain = getattr(original, part).weight.detach().double()
+        expected = least_squares(norms[1], norms[0] @ plain.T, plain, 0.01)
+        found = changed[f"model.layers.{first}.self_attn.{part}.weight"]
+        assert torch.allclose(found.double(), expected, atol=1e-4)
+        getattr(attention, part).weight.data.copy_(found)
+    plain = original.o_proj.weight.detach().double()
+    wanted = seen_by(model, "self_attn.o_proj", rows)[first][0] @ plain.T
+    expected = least_squares(seen_by(converted, "self_attn.o_proj", rows)[first][0], wanted, plain, 0.01)
+    found = changed[f"model.layers.{first}.self_attn.o_proj.weight"]
+    assert torch.allclose(found.double(), expected, atol=1e-4)
+    assert not torch.allclose(expected, plain, atol=5e-3)
+    assert all(int(name.split(".")[2]) >= first for name in changed)
+
+
+def test_inputs_alone_leave_the_outputs(ground):
+    changed = Refit(load_model(ground / "original"), Wiring.parse("ladder", 5), rows_of(16), outputs=False).run()
+    assert changed
     assert not any("o_proj" in name or "down_proj" in name for name in changed)
+
+
+def test_a_projection_that_reads_zeros_stays_and_one_that_reads_nan_is_named(ground):
+    model = load_model(ground / "original")
+    model.base_model.layers[3].self_attn.v_proj.weight.data.zero_()
+    changed = Refit(model, Wiring.parse("ladder", 5), rows_of(16)).run()
+    assert "model.layers.3.self_attn.o_proj.weight" not in changed
+    assert "model.layers.3.self_attn.q_proj.weight" in changed
+    broken = load_model(ground / "original")
+    broken.base_model.layers[2].input_layernorm.weight.data.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="model.layers.2.self_attn: what it reads"):
+        Refit(broken, Wiring.parse("ladder", 5), rows_of(16)).run()
 
 
 def test_batches_give_what_one_batch_gives(ground, monkeypatch):
@@ -136,7 +170,7 @@ def done(ground, tmp_path_factory):
 def test_a_refitted_checkpoint_is_nearer_and_differs_in_its_projections_alone(done, ground):
     result, target = done
     assert result.original < result.refitted < result.converted
-    assert 0 < result.gap_closed < 1
+    assert 0 < result.gap_closed < 100
     assert json.loads((target / "config.json").read_text())["wiring"] == "ladder:3-4"
     before, after = (load_file(folder / "model.safetensors") for folder in (ground / "original", target))
     assert before.keys() == after.keys()
@@ -145,6 +179,39 @@ def test_a_refitted_checkpoint_is_nearer_and_differs_in_its_projections_alone(do
     assert 0 < len(changed) == result.projections
     assert {name: tensor.dtype for name, tensor in before.items()} == {name: tensor.dtype for name, tensor in after.items()}
     assert load_model(target).wiring.spec == "ladder:3-4"
+    with pytest.raises(ValueError, match="were refitted for wiring ladder:3-4: convert the original to standard"):
+        convert(target, target.parent / "back", "standard")
+
+
+def test_the_loss_that_is_printed_is_that_of_the_file(done, ground):
+    result, target = done
+    encoder = Encoder(read_tokenizer(target), 512)
+    rows = torch.from_numpy(full_rows(str(ground / "train.txt"), encoder, 512, 2048 // 512 + CHECK_ROWS, 1))[-CHECK_ROWS:]
+    with torch.no_grad():
+        logits = load_model(target)(rows).logits[:, :-1].flatten(0, 1)
+    assert float(torch.nn.functional.cross_entropy(logits, rows[:, 1:].flatten())) == pytest.approx(result.refitted, abs=2e-3)
+
+
+def test_weights_are_found_under_the_names_they_are_stored_by(ground, tmp_path):
+    """Some checkpoints store layers without `model.` before them; a weight that has no place is refused."""
+    shutil.copytree(ground / "original", tmp_path / "bare")
+    stored = load_file(tmp_path / "bare" / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in stored.items()}, tmp_path / "bare" / "model.safetensors")
+    name = "model.layers.4.mlp.up_proj.weight"
+    ones = torch.ones(stored[name].shape)
+    convert(tmp_path / "bare", tmp_path / "out", "ladder", refitted={name: ones})
+    assert bool((load_file(tmp_path / "out" / "model.safetensors")[name.removeprefix("model.")] == 1).all())
+    for refused, message in (({"no.such.name": ones}, "no tensor no.such.name"), ({name: ones.double() * 1e39}, "overflows")):
+        with pytest.raises(ValueError, match=message):
+            convert(tmp_path / "bare", tmp_path / "more", "ladder", refitted=refused)
+    assert not (tmp_path / "more").exists()
+
+
+def test_a_refit_that_does_not_help_says_so():
+    said = []
+    RefitResult(None, 2048, original=2.0, converted=1.9, refitted=2.1, projections=3).describe(said.append)
+    assert "does not help here" in said[-1]
+    assert "gap" not in "".join(said)
 
 
 def test_the_command_says_what_was_lost_and_regained(ground, tmp_path):

@@ -14,6 +14,7 @@ same M.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ from ..core.config import Wiring
 from ..core.reduce import Reducer
 from ..core.wiring import Branch, State, finalize, step
 from ..models.families import family_of
-from ..models.finite import NonFiniteError, is_finite
+from ..models.finite import NonFiniteError, cast_finite
 from ..models.hf import decoder_layers, rewire
 from .probe import inputs_of_layers
 
@@ -39,8 +40,8 @@ class Sums:
     """Over tokens, of x^T x and y^T x: what least squares needs of a text of any length."""
 
     def __init__(self) -> None:
-        self.gram: Tensor | float = 0.0
-        self.cross: Tensor | float = 0.0
+        self.gram: Any = 0.0
+        self.cross: Any = 0.0
 
     def add(self, x: Tensor, y: Tensor) -> None:
         x, y = x.reshape(-1, x.shape[-1]).float(), y.reshape(-1, y.shape[-1]).float()
@@ -61,9 +62,15 @@ class Regression:
         self.fit.add(x[~held_out], y[~held_out])
         self.held_out.add(x[held_out], y[held_out])
 
-    def solve(self, prior: Tensor) -> Tensor:
+    def solve(self, prior: Tensor, where: str) -> Tensor:
+        """``where``: the module that asks, for an error."""
         prior = prior.double()
         gram, cross = self.held_out.gram, self.held_out.cross
+        mean = float((self.fit.gram + gram).diagonal().mean())
+        if not math.isfinite(mean):
+            raise NonFiniteError(f"{where}: what it reads on the calibration text is NaN or infinite")
+        if mean == 0:
+            return prior
 
         def error(weight: Tensor) -> float:  # up to a constant
             return float(((weight @ gram - 2 * cross) * weight).sum())
@@ -77,21 +84,22 @@ class Regression:
 
 def ridge_regression(gram: Any, cross: Any, prior: Tensor, ridge: float) -> Tensor:
     penalty = ridge * float(gram.diagonal().mean())
-    if not 0 < penalty < float("inf"):
-        raise NonFiniteError("the calibration text gives activations that are zero, NaN or infinite")
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     factor = torch.linalg.cholesky(gram + penalty * eye)
     return torch.cholesky_solve((cross + penalty * prior).T, factor).T
 
 
 class Refit:
-    """Walks the layers of ``model``, a standard model whose weights become those of ``wiring``."""
+    """Walks the layers of ``model``, a standard model whose weights become those of ``wiring``, as ``dtype`` can hold them."""
 
     @torch.no_grad()
-    def __init__(self, model: PreTrainedModel, wiring: Wiring, rows: Tensor, *, outputs: bool = True) -> None:
+    def __init__(
+        self, model: PreTrainedModel, wiring: Wiring, rows: Tensor, dtype: torch.dtype = torch.float32, *, outputs: bool = True
+    ) -> None:
         self.family = family_of(model.config.to_dict())
         rewire(model, "standard")
         self.model, self.wiring, self.layers = model, wiring, decoder_layers(model)
+        self.dtype = dtype
         self.standard = Wiring.parse("standard", wiring.num_layers)
         self.outputs = outputs and not self.family.post_norm  # behind a norm the output is no linear function of W
         self.reducer = Reducer()
@@ -129,7 +137,7 @@ class Refit:
             x_original = self._read(self.standard, index, state, norm)
             readers = readers or [linear for linear, x in calls if torch.equal(x, x_original)]
             inputs.add(self._read(self.wiring, index, self.converted[batch], norm), x_original)
-        move = inputs.solve(torch.eye(x_original.shape[-1], device=x_original.device))
+        move = inputs.solve(torch.eye(x_original.shape[-1], device=x_original.device), names[module])
         for linear in readers:
             self._change(linear, linear.weight.double() @ move, names)
         if self.outputs:
@@ -146,15 +154,14 @@ class Refit:
             linear, z = calls[-1]
             missing = finalize(self.original[batch], self.reducer) - finalize(state, self.reducer)
             outputs.add(z, missing / scale - (0 if linear.bias is None else linear.bias))
-        self._change(linear, outputs.solve(linear.weight), names)
+        self._change(linear, outputs.solve(linear.weight, names[module]), names)
 
     def _change(self, linear: nn.Linear, weight: Tensor, names: dict[nn.Module, str]) -> None:
         name = f"{names[linear]}.weight"
-        if not is_finite(weight):
-            raise NonFiniteError(f"the refit of {name} is NaN or infinite: the calibration text does not suit this model")
-        if not torch.equal(weight.to(linear.weight), linear.weight):
-            linear.weight.copy_(weight)
-            self.changed[name] = linear.weight
+        rounded = cast_finite(name, weight, self.dtype).to(linear.weight)
+        if not torch.equal(rounded, linear.weight):
+            linear.weight.copy_(rounded)
+            self.changed[name] = linear.weight.detach()
 
     def _next(self, wiring: Wiring, index: int, second: bool, batch: int, state: State) -> State:
         """One module of the layer."""

@@ -12,6 +12,7 @@ from ..models.convert import Conversion, check_target, convert
 from ..models.families import check_wiring
 from ..models.preflight import CheckedSource, check_source
 from .auto import Phases, full_rows
+from .outcome import gap_closed
 
 SEQUENCE = 512
 CHECK_ROWS = 8  # of the text, held out
@@ -30,17 +31,19 @@ class RefitResult:
     projections: int  # that were refitted
 
     @property
-    def gap_closed(self) -> float:
-        """Share of what the conversion cost. 1.0: the original's loss."""
-        cost = self.converted - self.original
-        return (self.converted - self.refitted) / cost if cost else 1.0
+    def gap_closed(self) -> float | None:
+        """Per cent of what the conversion costs; None if it costs nothing on this text."""
+        return gap_closed(self.converted, self.refitted, self.original)
 
     def describe(self, write: Callable[[str], None]) -> None:
         write(f"refitted {self.projections} projections on {self.tokens:,} tokens")
+        closed = "" if self.gap_closed is None else f", {self.gap_closed:.0f} % of the gap closed"
         write(
             f"loss     {self.original:.3f} original, {self.converted:.3f} converted, {self.refitted:.3f} refitted "
-            f"({self.gap_closed:.0%} of the gap closed, held-out rows of the text)"
+            f"(held-out rows of the text{closed})"
         )
+        if self.refitted >= self.converted:
+            write("         the refit does not help here: give more text, of the kind the model is for")
 
 
 def check_refit(source: str | Path, target: str | Path, wiring: str | Wiring, overwrite: bool) -> tuple[CheckedSource, Wiring]:
@@ -80,7 +83,7 @@ def refit(
 
     A converted module reads an older stream than it was trained on. Layer by layer, its input projections are fitted to give what
     the original's give, and its output projections to bring the stream back to the original's. It takes minutes on a CPU for 135M
-    parameters, and is a better start for ``adapt`` than the plain conversion. The model and its activations on the text (a few
+    parameters. The model and its activations on the text (a few
     numbers per token and hidden unit) must fit in memory.
 
     Args:
@@ -130,7 +133,7 @@ def refit(
         original, converted = before.original.loss, before.cost(after.layers).loss
         del before
         with Phases(1)("refit", after.num_layers) as bar:
-            changed = Refit(model, after, fitted_on).run(bar.update)
+            changed = Refit(model, after, fitted_on, getattr(torch, found.dtype)).run(bar.update)
         refitted = Probe(model, check).cost(after.layers).loss
     conversion = convert(source, target, after, overwrite=overwrite, refitted=changed)
     return RefitResult(conversion, fitted_on.numel(), original, converted, refitted, len(changed))

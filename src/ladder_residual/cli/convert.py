@@ -100,5 +100,7 @@ def convert(
 
 
 def _check_file(option: str, file: str | None) -> None:
+    if file == "":
+        raise ValueError(f"{option} is empty: name a text file")
     if file is not None and Path(file).suffix in (".txt", ".jsonl") and not Path(file).is_file():
         raise ValueError(f"{option} {file}: no such file")

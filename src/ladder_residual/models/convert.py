@@ -22,6 +22,7 @@ from .quantization.write import check_quantizable, config_of, write_fp8
 if TYPE_CHECKING:
     from torch import Tensor
 
+REFIT_KEY = "refitted_for"  # the wiring whose modules the weights were fitted to
 _BASE_ARCHITECTURES = "base_architectures"  # what the checkpoint was called before, so that the way back is exact
 # What goes along with the weights: tokenizer, templates, generation settings and texts; never code, never hidden files.
 _KEPT = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
@@ -93,6 +94,11 @@ def convert(
     after = Wiring.parse(wiring.spec if isinstance(wiring, Wiring) else wiring, before.num_layers)
     check_wiring(family, after)
     before.check_same_weights(after)
+    refitted_for = checkpoint.config.get(REFIT_KEY)
+    if refitted_for is not None and after != before:
+        raise ValueError(
+            f"the weights of {source} were refitted for wiring {refitted_for}: convert the original to {after.spec}"
+        )
     check_target(directory, target, overwrite)
     from .loading import meta_model  # not at the top: what is refused before needs no torch
     from .parameters import check_parameters
@@ -107,8 +113,10 @@ def convert(
         config = rewired_config(checkpoint.config, family, after)
         if refitted is not None:
             methods = {"refitted"}
-            rewrite_weights(checkpoint, written, lambda name, old: {name: refitted[name].to(old) if name in refitted else old})
+            new = as_stored(refitted, checkpoint)
+            rewrite_weights(checkpoint, written, lambda name, old: {name: new(name, old)})
             checkpoint.close()
+            config[REFIT_KEY] = after.spec
         elif quantize is None:
             place = written.copy if copy else written.link
             methods = {place(directory / name, name) for name in weights}
@@ -126,6 +134,15 @@ def convert(
             written.write(STUB, stub_text())
     placed = "copied" if "copied" in methods else methods.pop()
     return Conversion(target, family.model_type, before, after, weights, placed, kept, sizes)
+
+
+def as_stored(weights: Mapping[str, Tensor], checkpoint: Checkpoint) -> Callable[[str, Tensor], Tensor]:
+    """What stands in the checkpoint under a name instead of ``old``; ValueError if one of ``weights`` has no place there."""
+    from .finite import cast_finite
+    from .parameters import stored_tensors
+
+    stored = {stored_tensors(checkpoint, name, tuple(weight.shape))[0][0]: weight for name, weight in weights.items()}
+    return lambda name, old: cast_finite(name, stored[name], old.dtype).to(old.device) if name in stored else old
 
 
 def files_along(checkpoint: Checkpoint) -> list[str]:
