@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from statistics import median
 from typing import Any
 
 from lab.serving.gpu_judge import QUANTISED
@@ -30,8 +31,8 @@ WAYS = (
     "time named."
 )
 TOKENS = (
-    "Greedy tokens of a small random model, each judged after the engine's own tokens before it. 16-bit arithmetic costs a few: vLLM's own "
-    "model says how many."
+    "Greedy tokens of a small random model, each judged after the engine's own tokens before it. Arithmetic of fewer bits costs some, fp8 "
+    "activations most: vLLM's own model says how many."
 )
 
 
@@ -53,8 +54,13 @@ def times_table(parts: Mapping[str, Any]) -> str:
     rows = []
     for setup, name, times in _measured(parts):
         if OWN in times and None in times:
-            rows.append([setup, name, f"{times[OWN]:.2f}", f"{times[None]:.2f}", f"{times[OWN] / times[None]:.2f}x"])
-    return table(["", "", "vLLM's own, ms", "ladder, ms", "speed-up"], rows) if rows else ""
+            own, ladder = times[OWN], times[None]
+            runs = (
+                f"{len(own)}" if len(own) < 2 else f"{len(own)}: {min(own) / max(ladder):.2f}x to {max(own) / min(ladder):.2f}x"
+            )
+            speedup = f"{median(own) / median(ladder):.2f}x"
+            rows.append([setup, name, f"{median(own):.2f}", f"{median(ladder):.2f}", speedup, runs])
+    return table(["", "", "vLLM's own, ms", "ladder, ms", "speed-up", "rounds: least to greatest"], rows) if rows else ""
 
 
 def ways_table(parts: Mapping[str, Any]) -> str:
@@ -62,18 +68,19 @@ def ways_table(parts: Mapping[str, Any]) -> str:
     rows = []
     for setup, name, times in _measured(parts):
         if "always" in times and "never" in times:
-            own = f"{times[OWN]:.2f}" if OWN in times else ""
-            rows.append([setup, name, own, *(f"{times[way]:.2f}" for way in ("never", "always"))])
+            own = f"{median(times[OWN]):.2f}" if OWN in times else ""
+            rows.append([setup, name, own, *(f"{median(times[way]):.2f}" for way in ("never", "always"))])
     return table(["", "", "vLLM's own, ms", "in line, ms", "beside, ms"], rows) if rows else ""
 
 
-def _measured(parts: Mapping[str, Any]) -> Iterable[tuple[str, str, dict[str | None, float]]]:
-    """(setup, measurement, milliseconds by what was chosen for the engine)."""
+def _measured(parts: Mapping[str, Any]) -> Iterable[tuple[str, str, dict[str | None, list[float]]]]:
+    """(setup, measurement, milliseconds of each round by what was chosen for the engine)."""
     for part, setup in SETUPS.items():
         engines = parts.get(part, {}).get("engines", {})
         for row in parts.get(part, {}).get("rows", []):
             chosen = {name: OWN if engine["wiring"] == OWN else engine["overlap"] for name, engine in engines.items()}
-            yield setup, row["name"], {chosen[name]: ms for name, ms in row.get("ms", {}).items()}
+            samples = row.get("samples", {})
+            yield setup, row["name"], {chosen[name]: [each["ms"] for each in some] for name, some in samples.items() if some}
 
 
 def tokens_table(parts: Mapping[str, Any]) -> str:

@@ -22,14 +22,20 @@ def result(**parts: Any) -> dict[str, Any]:
     return {"benchmark": "vllm-gpu", "parts": parts, "environment": {"gpu": "A card", "vllm": "0.26.0", "commit": "abc"}}
 
 
-def row(name: str, **ms: float) -> dict[str, Any]:
-    return {"name": name, "ms": ms}
+def row(name: str, **ms: float | list[float]) -> dict[str, Any]:
+    """Milliseconds by engine, of one round or of several."""
+    rounds = {engine: each if isinstance(each, list) else [each] for engine, each in ms.items()}
+    return {"name": name, "samples": {engine: [{"ms": one} for one in each] for engine, each in rounds.items()}}
 
 
 def test_the_plugins_own_choice_is_compared_with_vllms_model() -> None:
-    rows = [row("batch 1", own=9.0, auto=6.0), row("batch 16", own=9.0), {"name": "batch 64", "message": "no time was left"}]
+    rows = [
+        row("batch 1", own=[9.0, 10.0, 9.0], auto=[6.0, 5.0, 6.0]),
+        row("batch 16", own=9.0),
+        {"name": "batch 64", "message": "no time was left"},
+    ]
     (page,) = serving.on_one_card({"gpu": result(nccl={"engines": ENGINES, "rows": rows})})
-    assert "| NCCL | batch 1 | 9.00 | 6.00 | 1.50x |" in page
+    assert "| NCCL | batch 1 | 9.00 | 6.00 | 1.50x | 3: 1.50x to 2.00x |" in page
     assert "batch 16" not in page
     assert "batch 64" not in page
     assert "--parts nccl" in page
@@ -59,7 +65,7 @@ def test_of_a_part_in_several_results_the_last_counts() -> None:
     (page,) = serving.on_one_card({f"gpu-{number}": run for number, run in enumerate(runs)})
     assert "3.00x" in page
     assert "9.00 | 9.00" not in page
-    assert "| IPC | batch 1 | 1.00 | 1.00 | 1.00x |" in page
+    assert "| IPC | batch 1 | 1.00 | 1.00 | 1.00x | 1 |" in page
     assert page.count("Made by") == 1
 
 
@@ -73,7 +79,10 @@ def test_every_part_has_its_place_in_the_tables() -> None:
     parts = {
         name: {
             "engines": {engine.name: engine.described() for engine in part.engines},
-            "rows": [each.described() | {"ms": {engine.name: 2.0 for engine in part.engines}} for each in part.measurements],
+            "rows": [
+                each.described() | {"samples": {engine.name: [{"ms": 2.0}] for engine in part.engines}}
+                for each in part.measurements
+            ],
             "tokens": {engine.name: {"chosen": 1, "of": 2} for engine in part.engines} if part.judge else {},
         }
         for name, part in PARTS.items()
