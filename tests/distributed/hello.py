@@ -7,11 +7,21 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 
-from ladder_residual.distributed.launch import OUT_OF_MEMORY, run_command
+from ladder_residual.distributed.launch import OUT_OF_MEMORY, STORE, run_command
 from ladder_residual.distributed.sockets import PeerLost
+
+
+def wait_for_rank_0():
+    """A rank that fails at once would have the other one ended before it has spoken."""
+    spoken = Path(f"{os.environ[STORE]}.spoken")
+    if os.environ["RANK"] == "0":
+        spoken.touch()
+    while not spoken.exists():
+        time.sleep(0.02)
 
 
 def lose_rank_1():
@@ -56,6 +66,7 @@ if __name__ == "__main__":
     }
     os.write(1, (json.dumps([os.environ["RANK"], found]) + "\n").encode())  # in one piece, beside the other rank's
     if "fail" in sys.argv:
+        wait_for_rank_0()
         sys.exit(2 if os.environ["RANK"] == "1" else 0)
     if "lose" in sys.argv:
         run_command(lose_rank_1)
