@@ -13,7 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from ladder_residual.models.convert import convert
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,7 +29,25 @@ QUANTISED = ("small-fp8", "small-int4")
 PROMPTS = (7, 16, 33, 64, 100, 150, 230, 300)
 NEW_TOKENS = 24
 GROUP = 128  # weights of int4 that share a scale
-FP8_LARGEST = 448.0
+INT4 = {
+    "quant_method": "compressed-tensors",
+    "format": "pack-quantized",
+    "ignore": ["lm_head"],
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "int",
+                "strategy": "group",
+                "group_size": GROUP,
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": None,
+        }
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -74,28 +95,23 @@ def _float32(directory: Path, wiring: str) -> Any:
 
 def write_small(folder: Path, name: str) -> None:
     """A checkpoint of random bf16 weights, as it is or quantised, and its weights as they are computed with."""
-    from safetensors.torch import save_file
-
     tensors = _random_weights()
     config: dict[str, Any] = _config()
     if name == "small-parallel":  # a parallel layer has one norm
         tensors = {key: tensor for key, tensor in tensors.items() if "post_attention" not in key}
         config["wiring"] = "parallel"
-    if name in QUANTISED:
-        quantise = _fp8 if name == "small-fp8" else _int4
-        computed, stored = dict(tensors), dict(tensors)
-        for key, weight in tensors.items():
-            if "_proj.weight" in key:
-                del stored[key]
-                computed[key], parts = quantise(weight.float())
-                stored |= {key.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
-        _write(folder / f"{name}-judge", config, computed, save_file)
-        config["quantization_config"] = _quantisation(name)
-        tensors = stored
-    _write(folder / name, config, tensors, save_file)
+    if name not in QUANTISED:
+        _write(folder / name, config, tensors)
+        return
+    if name == "small-fp8":
+        computed = _fp8(folder, name, config, tensors)
+    else:
+        computed, stored = _int4(tensors)
+        _write(folder / name, config | {"quantization_config": INT4}, stored)
+    _write(folder / f"{name}-judge", config, computed)
 
 
-def _write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], save_file: Any) -> None:
+def _write(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     directory.mkdir()
     save_file(
         {key: tensor.contiguous() for key, tensor in tensors.items()},
@@ -149,14 +165,29 @@ def _random_weights() -> dict[str, Tensor]:
     return tensors
 
 
-def _fp8(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """What is computed with, and what compressed-tensors stores: a scale per row."""
-    scale = weight.abs().amax(1, keepdim=True) / FP8_LARGEST
-    stored = (weight / scale).to(torch.float8_e4m3fn)
-    return stored.float() * scale, {"weight": stored, "weight_scale": scale}
+def _fp8(folder: Path, name: str, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Written as ``ladder convert --quantize fp8`` does; returns what is computed with."""
+    _write(folder / f"{name}-plain", config, tensors)
+    convert(folder / f"{name}-plain", folder / name, quantize="fp8")
+    stored = load_file(folder / name / "model.safetensors")
+    return {
+        key: stored[key].float() * stored[f"{key}_scale"].float() if f"{key}_scale" in stored else stored[key]
+        for key in tensors
+    }
 
 
-def _int4(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _int4(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """What is computed with, and what compressed-tensors stores."""
+    computed, stored = dict(tensors), dict(tensors)
+    for key, weight in tensors.items():
+        if "_proj.weight" in key:
+            computed[key], parts = _packed(weight.float())
+            del stored[key]
+            stored |= {key.removesuffix("weight") + part: tensor for part, tensor in parts.items()}
+    return computed, stored
+
+
+def _packed(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """A scale per row and group, eight values in an int32, the first in its lowest bits."""
     rows, columns = weight.shape
     groups = weight.view(rows, -1, GROUP)
@@ -168,16 +199,3 @@ def _int4(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     shape = torch.tensor([rows, columns])
     parts = {"weight_packed": packed, "weight_scale": scale.squeeze(-1).bfloat16(), "weight_shape": shape}
     return (values * scale).view(rows, columns), parts
-
-
-def _quantisation(name: str) -> dict[str, Any]:
-    weights: dict[str, Any] = {"symmetric": True, "dynamic": False}
-    if name == "small-fp8":
-        weights |= {"num_bits": 8, "type": "float", "strategy": "channel"}
-        inputs = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
-        form = "float-quantized"
-    else:
-        weights |= {"num_bits": 4, "type": "int", "strategy": "group", "group_size": GROUP}
-        inputs, form = None, "pack-quantized"
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"group_0": group}}

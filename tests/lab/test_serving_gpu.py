@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import struct
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from lab.reports import serving
 from lab.serving import gpu
+from lab.serving.gpu_judge import LAYERS, QUANTISED, write_small
 from lab.serving.gpu_pack import BINARY, FATBIN_MAGIC, HOPPER, keep_architecture
 from lab.serving.gpu_parts import PARTS
+from ladder_residual.models.quantization.checkpoint import QuantizedCheckpoint, open_checkpoint
 
 OWN = {"wiring": "own", "tp": 2, "transport": "nccl", "model": "llama-3.1-8b", "overlap": None}
 LADDER = OWN | {"wiring": "ladder"}
@@ -149,6 +155,20 @@ def test_a_packed_library_keeps_the_kernels_of_one_architecture() -> None:
     assert older not in kept
     assert ptx not in kept
     assert kept == whole.replace(older, bytes(len(older))).replace(ptx, bytes(len(ptx)))
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_the_judge_computes_with_what_the_engines_load(name: str, tmp_path: Path) -> None:
+    write_small(tmp_path, name)
+    judged, engines = load_file(tmp_path / f"{name}-judge" / "model.safetensors"), open_checkpoint(tmp_path / name)
+    assert isinstance(engines, QuantizedCheckpoint)
+    assert len(engines.weights) == 7 * LAYERS
+    assert all(torch.equal(engines.read(key), tensor) for key, tensor in judged.items())
+    config = json.loads((tmp_path / name / "config.json").read_text())
+    assert (config["architectures"], config["torch_dtype"]) == (["LlamaForCausalLM"], "bfloat16")
+    if name == "small-fp8":
+        scale = engines.read_stored("model.layers.0.mlp.up_proj.weight_scale", None)
+        assert scale.dtype == torch.bfloat16  # as the package writes it
 
 
 @pytest.mark.parametrize("part", PARTS.values(), ids=list(PARTS))

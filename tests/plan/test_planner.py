@@ -14,6 +14,7 @@ from ladder_residual.plan.hardware import shipped
 from ladder_residual.plan.models import resolve_model
 from ladder_residual.plan.planner import TWO_STREAM, make_cases
 from ladder_residual.train.recipe import Model
+from tests.models.quantization import written
 
 LLAMA_70B = presets()["llama-3-70b"]
 DECODE = Phase(batch=1, tokens=1, context=1280)
@@ -275,9 +276,16 @@ def test_what_is_quantised_is_said(tmp_path):
     quantised = {"quant_method": "gptq", "bits": 4, "group_size": 128}
     (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantised}))
     assert [plan(str(tmp_path), tp=2, **asked)[0].weights for asked in ({}, {"weights": "bf16"})] == ["int4", "bf16"]
-    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantised | {"bits": 2}}))
-    with pytest.raises(ValueError, match="bits is 2, supported is 4"):
-        plan(str(tmp_path), tp=2)
+    cached = written.compressed_tensors("float-quantized", {}) | {"kv_cache_scheme": {"num_bits": 8}}
+    for other, says in (
+        (quantised | {"bits": 2}, "bits is 2, supported is 4"),
+        (cached, "kv_cache_scheme is .*, supported is none"),
+        ({"quant_method": "bitsandbytes"}, "quant_method is 'bitsandbytes'; supported: .*"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": other}))
+        with pytest.raises(ValueError, match=f"{says}; or give --weights$"):
+            plan(str(tmp_path), tp=2)
+        assert plan(str(tmp_path), tp=2, weights="fp8")[0].weights == "fp8"
 
 
 @pytest.mark.parametrize(
@@ -301,6 +309,24 @@ def test_mixtures_count_all_their_experts_and_read_those_a_token_takes(name, par
     bandwidth = 4800e3 * cost.device.bandwidth_share * cost.engine.read_share
     assert cost.mlp(DECODE).memory_us == pytest.approx(DTYPE_BYTES * read / bandwidth, rel=0.01)
     assert cost.memory_bytes(1, 16, 16)["weights"] == pytest.approx(shape.parameters * DTYPE_BYTES / 2, rel=0.01)
+
+
+def test_every_rank_holds_the_whole_router():
+    for name, router in (("mixtral-8x7b", 4096 * 8), ("qwen3-30b-a3b", 2048 * 128)):
+        shape = presets()[name]
+        matrices = 3 * shape.hidden_size * shape.experts.count * shape.experts.size
+        assert shape.mlp_parameters == matrices + router
+        assert RankShape(shape, 4).mlp_parameters == matrices / 4 + router
+
+
+def test_activations_of_a_mixture_are_of_the_experts_a_token_takes():
+    few = replace(presets()["qwen3-30b-a3b"], experts=Experts(count=128, per_token=8, size=768, shared_size=512))
+    many = replace(few, experts=replace(few.experts, per_token=16))
+    small, large = (rank(shape, tp=4).memory_bytes(2, 1000, 16)["activations"] for shape in (few, many))
+    widest, logits = 2 * (8 * 768 + 512) / 4, 2 * 151936 / 4  # gate and up
+    assert small == DTYPE_BYTES * (2000 * (3 * 2048 + widest) + logits)
+    assert large - small == DTYPE_BYTES * 2000 * 2 * (8 * 768) / 4
+    assert rank(replace(few, intermediate_size=100_000), tp=4).memory_bytes(2, 1000, 16)["activations"] == small
 
 
 def test_more_tokens_need_more_experts_until_all_are_read():

@@ -246,17 +246,17 @@ class Checkpoint:
     def check_tied_head(self) -> None:
         """ValueError if the head is stored beside the embedding it is tied to and differs: either may be meant, and a wrong guess
         would compute another model without a word."""
-        heads = [name for name in self.files if name.endswith(HEADS)]
-        embeddings = [name for name in self.files if name.endswith(_EMBEDDINGS)]
+        heads = [name for name in self.names if name.endswith(HEADS)]
+        embeddings = [name for name in self.names if name.endswith(_EMBEDDINGS)]
         for head, embedding in itertools.product(heads, embeddings):
-            blocks = itertools.zip_longest(self._stored_bytes(head), self._stored_bytes(embedding))
+            blocks = itertools.zip_longest(self.blocks(head), self.blocks(embedding))
             if any(one != other for one, other in blocks):
                 raise ValueError(
                     f"{self.directory}: {head} differs from {embedding}, but config.json says that they are tied: "
                     f"write tie_word_embeddings: false there if the head is meant, or remove {head}"
                 )
 
-    def _stored_bytes(self, name: str) -> Iterator[bytes]:
+    def blocks(self, name: str) -> Iterator[bytes]:
         """What the file holds of a tensor: its dtype, then its data, block by block."""
         self._safe_open(self.files[name], "np")  # refuses a header that the file does not bear out
         with (self.directory / self.files[name]).open("rb") as content:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.files import cannot_write, check_can_write, replace_text, swap, sync, umask
-from .checkpoint_reader import CONFIG, INDEX, Checkpoint, read_json
+from .checkpoint_reader import CONFIG, HEADS, INDEX, Checkpoint, read_json
 from .hf_config import STUB
 
 if TYPE_CHECKING:
@@ -71,9 +71,11 @@ def rewrite_weights(
     for file in sorted(set(checkpoint.files.values())):
         tensors: dict[str, Tensor] = {}
         for name in [name for name, its in checkpoint.files.items() if its == file]:
-            tensor = checkpoint.read(name)
+            buffer = checkpoint.is_computed(name) and not name.endswith(HEADS)  # of any dtype: it is no weight
+            tensor = checkpoint.read_stored(name, None) if buffer else checkpoint.read(name)
             before += tensor.nbytes
-            tensors |= {part: value.contiguous() for part, value in change(name, tensor).items()}
+            changed = {name: tensor} if buffer else change(name, tensor)
+            tensors |= {part: value.contiguous() for part, value in changed.items()}
         save_file(tensors, directory.path / file, metadata={"format": "pt"})
         after += sum(tensor.nbytes for tensor in tensors.values())
         where |= dict.fromkeys(tensors, file)

@@ -36,7 +36,11 @@ def stored_weights(name: str) -> str:
     if name in presets():
         return "bf16"
     _, file = _config_file(name)
-    spec = read_spec(_config(file), file)
+    config = _config(file)
+    try:
+        spec = read_spec(config, file)
+    except ValueError as error:  # what cannot be loaded can still be planned
+        raise ValueError(f"{error}; or give --weights") from None
     return spec.format if spec else "bf16"
 
 

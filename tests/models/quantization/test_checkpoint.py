@@ -14,7 +14,7 @@ from ladder_residual.models.inspect import inspect_checkpoint
 from ladder_residual.models.loading import load_model
 from ladder_residual.models.preflight import check_source
 from ladder_residual.models.sharding import shard_of
-from tests.models.quantization.written import FORMATS, fp8_channel, rewrite_tensors, write, write_plain
+from tests.models.quantization.written import FORMATS, awq, fp8_channel, gptq, rewrite_tensors, write, write_plain
 from tests.ranks import run_on_ranks
 from tests.tiny_models import random_ids
 
@@ -142,6 +142,44 @@ def test_a_head_of_fp8(tmp_path):
         assert torch.equal(quietly(tmp_path / "q")(random_ids()).logits, load_model(tmp_path / "plain")(random_ids()).logits)
     found, expected = (inspect_checkpoint(tmp_path / which)["ranks"][2]["weight_bytes"] for which in ("q", "plain"))
     assert found == expected
+
+
+HEADS = {"fp8-channel": fp8_channel, "gptq-128": lambda w: gptq(w, 128), "awq-64": lambda w: awq(w, 64)}
+
+
+@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("read", [inspect_checkpoint, load_model])
+@pytest.mark.filterwarnings("ignore:weights in")
+def test_a_quantised_head_is_not_the_embedding_it_is_tied_to(name, read, tmp_path):
+    write(tmp_path, name, tie_word_embeddings=True, vocab_size=128)
+    table = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    parts, _ = HEADS[name](table)
+    rewrite_tensors(tmp_path, lambda tensors: tensors.update({f"lm_head.{part}": t for part, t in parts.items()}))
+    with pytest.raises(ValueError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight, but config\.json says"):
+        read(tmp_path)
+
+
+def test_a_bias_of_zeros_beside_each_weight_is_left_out(tmp_path):
+    """AutoGPTQ wrote one, also where the model has none."""
+    dense = write(tmp_path / "q", "gptq-128")
+    write_plain(tmp_path / "q-plain", tmp_path / "q", dense)
+    modules = [name.removesuffix(".qweight") for name in load_file(tmp_path / "q" / "model.safetensors") if "qweight" in name]
+    rows = {module: len(dense[f"{module}.weight"]) for module in modules}
+
+    def add(value, *which):
+        biases = {f"{module}.bias": torch.full((rows[module],), value).half() for module in which or modules}
+        rewrite_tensors(tmp_path / "q", lambda tensors: tensors.update(biases))
+
+    add(0.0)
+    expected = load_model(tmp_path / "q-plain").generate(random_ids(), max_new_tokens=8, do_sample=False).tolist()
+    assert [found["q"] for found in run_on_ranks(2, shards, str(tmp_path), ["q"])] == [([], expected)] * 2
+    with torch.no_grad():
+        assert torch.equal(quietly(tmp_path / "q")(random_ids()).logits, load_model(tmp_path / "q-plain")(random_ids()).logits)
+    assert convert(tmp_path / "q", tmp_path / "ladder", "ladder").placed == "linked"
+    for value in (1e-3, float("nan")):
+        add(value, "model.layers.1.mlp.down_proj")
+        with pytest.raises(ValueError, match=r"holds 1 tensors .* no place for \(model\.layers\.1\.mlp\.down_proj\.bias\)"):
+            quietly(tmp_path / "q")
 
 
 @pytest.mark.parametrize("name", FORMATS)

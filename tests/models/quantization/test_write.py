@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from ladder_residual import rewire
 from ladder_residual.models.convert import convert, describe
@@ -13,7 +13,7 @@ from ladder_residual.models.loading import load_model
 from ladder_residual.models.quantization.checkpoint import open_checkpoint
 from ladder_residual.models.quantization.write import fp8_per_channel
 from tests.models.quantization.test_layouts import e4m3
-from tests.models.quantization.written import is_projection
+from tests.models.quantization.written import is_projection, rewrite_tensors
 from tests.ranks import run_on_ranks
 from tests.tiny_models import FAMILY_NAMES, random_ids, tiny_model
 
@@ -33,6 +33,17 @@ def test_each_number_is_the_nearest_one(dtype):
         for value, number in zip(row, its, strict=True):
             assert number in EVERY
             assert abs(number - value / factor) <= min(abs(other - value / factor) for other in EVERY) + 1e-5
+
+
+@pytest.mark.parametrize("tiny", [1e-39, 1e-44], ids=["no bfloat16 scale", "no scale at all"])
+def test_a_row_whose_scale_rounds_to_zero_is_zero(tiny):
+    weight = torch.ones(3, 8, dtype=torch.float32 if tiny < 1e-40 else torch.bfloat16)
+    weight[1] = tiny
+    numbers, scale = fp8_per_channel(weight)
+    dense = numbers.float() * scale.float()
+    assert (scale > 0).all()
+    assert (dense[1] == 0).all()
+    torch.testing.assert_close(dense[::2], weight[::2].float(), rtol=2**-4, atol=0)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
@@ -99,6 +110,31 @@ def test_routers_stay_plain(tmp_path):
     convert(tmp_path / "plain", tmp_path / "fp8", quantize="fp8")
     config = json.loads((tmp_path / "fp8" / "config.json").read_text())["quantization_config"]
     assert config["ignore"] == ["lm_head", r"re:.*\.gate$", r"re:.*\.shared_expert_gate$"]
+
+
+def test_computed_tensors_of_any_dtype_go_along(tmp_path):
+    """Older gpt_neox checkpoints store their causal mask, in whole numbers or bits."""
+    tiny_model("gpt_neox").save_pretrained(tmp_path / "plain")
+    stored = load_file(tmp_path / "plain" / "model.safetensors")
+    buffers = {}
+    for layer in range(4):
+        prefix = f"gpt_neox.layers.{layer}.attention."
+        buffers[prefix + "bias"] = torch.ones(1, 1, 8, 8).tril().bool()
+        buffers[prefix + "masked_bias"] = torch.tensor(-torch.inf)
+    save_file(stored | buffers, tmp_path / "plain" / "model.safetensors", {"format": "pt"})
+    convert(tmp_path / "plain", tmp_path / "fp8", "ladder", quantize="fp8")
+    written = load_file(tmp_path / "fp8" / "model.safetensors")
+    for name, tensor in buffers.items():
+        assert (written[name].dtype, written[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(written[name], tensor)
+    load_model(tmp_path / "fp8")(random_ids())
+
+
+def test_a_head_of_no_numbers_is_no_buffer(tmp_path):
+    tiny_model("gpt_neox", tie_word_embeddings=False).save_pretrained(tmp_path / "plain")
+    rewrite_tensors(tmp_path / "plain", lambda tensors: tensors["embed_out.weight"].fill_(float("nan")))
+    with pytest.raises(ValueError, match=r"embed_out\.weight holds NaN"):
+        convert(tmp_path / "plain", tmp_path / "fp8", quantize="fp8")
 
 
 def test_it_is_rewired_later_without_a_byte_changed(tmp_path):

@@ -121,6 +121,25 @@ class QuantizedCheckpoint(Checkpoint):
         except ValueError as error:
             raise ValueError(f"{self.directory}: {module}.weight, {self.spec.describe()}: {error}") from None
 
+    def blocks(self, name: str) -> Iterator[bytes]:
+        if name not in self.weights:
+            yield from super().blocks(name)
+            return
+        weight = self.weights[name]
+        for part in sorted(weight.held):
+            yield from super().blocks(weight.name_of(part))
+
+    def check_all_used(self) -> None:
+        """AutoGPTQ wrote a bias of zeros beside each weight of models that have none: it adds nothing."""
+        for weight in self.weights.values():
+            bias = weight.name_of("bias")
+            if bias not in self.names or bias in self.used:
+                continue
+            shape, dtype = self.stored(bias)
+            if shape == weight.shape[:1] and dtype in PLAIN and not self.read_stored(bias, None).any():
+                self.used.add(bias)
+        super().check_all_used()
+
     def check_cuts(self, shape: ModelShape, tp: int) -> None:
         for rank in range(tp):
             for name, weight in self.weights.items():

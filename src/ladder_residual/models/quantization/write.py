@@ -72,9 +72,9 @@ def fp8_per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     values = weight.to(torch.float32)
     scale = values.abs().amax(1, keepdim=True) / LARGEST
-    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # a row of zeros
     # float16 cannot hold the scale of small weights
     scale = scale.to(torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
+    scale = torch.where(scale == 0, torch.ones_like(scale), scale)  # a row of zeros, or so small that its scale is
     numbers = (values / scale.to(torch.float32)).clamp(-LARGEST, LARGEST)
     return numbers.to(torch.float8_e4m3fn), scale
 
