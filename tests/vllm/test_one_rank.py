@@ -60,6 +60,9 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     add("prefix caching", ladder, prompts=tiny.prompts(80, 90, 75, shared=70), engine=caching, in_turn=3)
     eight_bits = folder / "int8"
     add("int8", eight_bits, tiny.quantised(eight_bits, ladder))
+    for name, source in (("fp8", ladder), ("fp8, vLLM's own model", folder / "llama")):
+        in_fp8 = folder / f"{source.name}-fp8"
+        add(name, in_fp8, tiny.quantised_by_convert(in_fp8, source))
 
     def refuse(name: str, model: Path, **job: Any) -> None:
         jobs[name] = {"model": str(model), "prompts": tiny.prompts(5), **job}
@@ -133,9 +136,10 @@ def test_a_prefix_was_taken_from_the_cache(runs: dict[str, dict[str, Any]]) -> N
     assert runs["prefix caching"]["cached"] == [0, 64, 64]  # two blocks of 32 of the 70 tokens in common
 
 
-def test_int8_weights_and_activations(runs: dict[str, dict[str, Any]]) -> None:
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp8, vLLM's own model"])
+def test_eight_bit_weights_and_activations(runs: dict[str, dict[str, Any]], name: str) -> None:
     """Rounding an activation may fall to either side, so only the beginning of each answer is compared."""
-    run = runs["int8"]
+    run = runs[name]
     assert "error" not in run, run["error"]
     assert [tokens[:4] for tokens in run["tokens"]] == [tokens[:4] for tokens in run["expected"]]
 

@@ -169,6 +169,22 @@ def quantised(directory: Path, checkpoint: Path) -> PreTrainedModel:
     return model
 
 
+def quantised_by_convert(directory: Path, checkpoint: Path) -> PreTrainedModel:
+    """`ladder convert --quantize fp8`, and the model that computes so: activations in fp8 too, a scale per token."""
+    convert(checkpoint, directory, quantize="fp8")
+    model = load_model(directory)
+    for name, module in model.named_modules():
+        if name.endswith("_proj"):
+            module.register_forward_pre_hook(_input_in_fp8)
+    return model
+
+
+def _input_in_fp8(module: torch.nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
+    (x,) = arguments
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    return ((x / scale).to(torch.float8_e4m3fn).float() * scale,)
+
+
 def _quantise_input(module: torch.nn.Module, arguments: tuple[torch.Tensor]) -> tuple[torch.Tensor]:
     (x,) = arguments
     scale = x.abs().amax(-1, keepdim=True) / 127
