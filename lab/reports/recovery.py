@@ -87,10 +87,10 @@ def render(results: Results) -> str:
         ),
         section(
             "Refit alone",
-            "`ladder convert --refit`: no gradients, minutes. Loss, and in brackets what is left of the conversion's rise; calibration is "
-            "on other books, arithmetic and WikiText-2's validation split.",
+            "`ladder convert --refit`: no gradients. In brackets what is left of the rise. Calibration: other books, arithmetic, "
+            "WikiText-2's validation split.",
             refit_table(results.refit),
-            command="python -m lab.runs.adapt_refit smollm2 TEXTS",
+            command="python -m lab.runs.adapt_refit smollm2 TEXTS --tokens 15360",
             made=f"{results.refit['check_tokens']:,} tokens of each text, one run each. {conditions(results.refit)}",
         ),
         section(

@@ -35,13 +35,14 @@ from ladder_residual.models.loading import load_model
 PASSAGE = 4000  # characters
 CHECKS = {"books_heldout": "classic_books_valid.txt.xz", "wikitext2": "wikitext2_test.raw.xz"}
 CHECK_ROWS = 8
+CHOSEN = "ladder:4,5,6,8,9,10,14,20,21,22,23,24,25,26,27"  # by convert --wiring auto
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("texts", type=Path)
-    parser.add_argument("--wirings", default="ladder:last-half;ladder", help="Separated by semicolons.")
+    parser.add_argument("--wirings", default=f"ladder:last-half;{CHOSEN};ladder", help="Separated by semicolons.")
     parser.add_argument("--tokens", default="15360,61440", help="Of calibration, separated by commas.")
     parser.add_argument("--out", type=Path, default=Path("results/adapt/refit.json"))
     arguments = parser.parse_args()
