@@ -87,11 +87,11 @@ def render(results: Results) -> str:
         ),
         section(
             "Refit alone",
-            "`ladder convert --refit`: no gradients. In brackets what is left of the rise. Calibration: other books, arithmetic, "
+            "`ladder convert --refit`: no gradients. In brackets what is left of the rise. Calibrated on other books, arithmetic, "
             "WikiText-2's validation split.",
             refit_table(results.refit),
             command="python -m lab.runs.adapt_refit smollm2 TEXTS --tokens 15360",
-            made=f"{results.refit['check_tokens']:,} tokens of each text, one run each. {conditions(results.refit)}",
+            made=f"{results.refit['check_tokens']:,} tokens of each text. {conditions(results.refit)}",
         ),
         section(
             "Which layers to convert",
@@ -163,9 +163,9 @@ def refit_table(found: dict[str, Any]) -> str:
             cells += [f"{original:.3f}", f"{converted:.3f}", f"**{refitted:.3f}** ({left:.0%})"]
         layers = row["wiring"].partition(":")[2]
         shown = {"": "all 30", "last-half": "last 15"}.get(layers, f"chosen {len(Wiring.parse(row['wiring'], LAYERS).layers)}")
-        rows.append([shown, f"{row['tokens']:,}", *cells])
+        rows.append([shown, *cells])
     columns = [f"{text}: {name}" for text in ("books", "WikiText-2") for name in ("original", "converted", "refitted")]
-    return table(["layers", "tokens", *columns], rows)
+    return table(["layers", *columns], rows)
 
 
 def selection_table(found: dict[str, Any], text: str = "books_heldout") -> str:
