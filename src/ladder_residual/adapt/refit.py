@@ -123,34 +123,34 @@ class Refit:
             advance()
         return self.changed
 
-    def _module(self, index: int, norm: nn.Module | None, module: nn.Module, second: bool, names: dict[nn.Module, str]) -> None:
+    def _module(self, index: int, norm: nn.Module | None, module: nn.Module, is_mlp: bool, names: dict[nn.Module, str]) -> None:
         if index < self.wiring.layers[0]:  # both models are the same so far
             self.original = self.converted = [
-                self._next(self.standard, index, second, batch, state) for batch, state in enumerate(self.original)
+                self._next(self.standard, index, is_mlp, batch, state) for batch, state in enumerate(self.original)
             ]
             return
         inputs, readers = Regression(), list[nn.Linear]()
         before, self.original = self.original, []
         for batch, state in enumerate(before):
             with linear_calls(module) as calls:
-                self.original.append(self._next(self.standard, index, second, batch, state))
+                self.original.append(self._next(self.standard, index, is_mlp, batch, state))
             x_original = self._read(self.standard, index, state, norm)
             readers = readers or [linear for linear, x in calls if torch.equal(x, x_original)]
             inputs.add(self._read(self.wiring, index, self.converted[batch], norm), x_original)
-        move = inputs.solve(torch.eye(x_original.shape[-1], device=x_original.device), names[module])
+        map_inputs = inputs.solve(torch.eye(x_original.shape[-1], device=x_original.device), names[module])
         for linear in readers:
-            self._change(linear, linear.weight.double() @ move, names)
+            self._change(linear, linear.weight.double() @ map_inputs, names)
         if self.outputs:
-            self._outputs(index, module, second, names)
-        self.converted = [self._next(self.wiring, index, second, batch, state) for batch, state in enumerate(self.converted)]
+            self._outputs(index, module, is_mlp, names)
+        self.converted = [self._next(self.wiring, index, is_mlp, batch, state) for batch, state in enumerate(self.converted)]
 
-    def _outputs(self, index: int, module: nn.Module, second: bool, names: dict[nn.Module, str]) -> None:
+    def _outputs(self, index: int, module: nn.Module, is_mlp: bool, names: dict[nn.Module, str]) -> None:
         outputs = Regression()
         layer: Any = self.layers[index]
         scale = getattr(layer, self.family.multiplier) if self.family.multiplier else 1.0
         for batch, state in enumerate(self.converted):
             with linear_calls(module) as calls:
-                self._next(self.wiring, index, second, batch, state)
+                self._next(self.wiring, index, is_mlp, batch, state)
             linear, z = calls[-1]
             missing = finalize(self.original[batch], self.reducer) - finalize(state, self.reducer)
             outputs.add(z, missing / scale - (0 if linear.bias is None else linear.bias))
@@ -163,10 +163,10 @@ class Refit:
             linear.weight.copy_(rounded)
             self.changed[name] = linear.weight.detach()
 
-    def _next(self, wiring: Wiring, index: int, second: bool, batch: int, state: State) -> State:
+    def _next(self, wiring: Wiring, index: int, is_mlp: bool, batch: int, state: State) -> State:
         """One module of the layer."""
         layer: Any = self.layers[index]
-        branch = layer.branches(self.arguments[batch][index])[second]
+        branch = layer.branches(self.arguments[batch][index])[is_mlp]
         return step(wiring, index, state, (branch,), self.reducer)
 
     def _read(self, wiring: Wiring, index: int, state: State, norm: nn.Module | None) -> Tensor:

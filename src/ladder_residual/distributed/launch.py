@@ -34,7 +34,7 @@ STOPPED = 128 + signal.SIGTERM  # exit code of a run that saved a checkpoint bec
 _NO_MEMORY = re.compile(
     "can't allocate memory|Cannot allocate memory|out of memory|error return without exception set", re.IGNORECASE
 )
-_FRAME_WORDS = 1 << 16  # see _on_room_for_frames
+_FRAME_WORDS = 1 << 16  # see _with_room_for_frames
 _SILENT = re.compile(r"waited [0-9]+ s for|[Tt]imed out|timeout caused|[Tt]imeout waiting|Wait timeout")
 _HANDLERS = {signal.SIGINT: signal.default_int_handler} | dict.fromkeys(
     (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT), signal.SIG_DFL
@@ -105,7 +105,8 @@ def user_message(error: Exception) -> tuple[str, int] | None:
     text = str(error)
     if is_out_of_memory(error):
         rank = os.environ["RANK"] if os.environ.get("WORLD_SIZE", "1") not in ("", "1") else None
-        return _out_of_memory(rank, f" ({text.splitlines()[0][:200]})" if text else ""), OUT_OF_MEMORY
+        detail = f" ({text.splitlines()[0][:200]})" if text else ""
+        return _out_of_memory(rank, detail, sure=not isinstance(error, SystemError)), OUT_OF_MEMORY
     if isinstance(error, ValueError | OSError):
         return text, USER_ERROR
     from .sockets import PeerLost
@@ -113,9 +114,10 @@ def user_message(error: Exception) -> tuple[str, int] | None:
     return (text, LOST_PEER) if isinstance(error, PeerLost) else None
 
 
-def _out_of_memory(rank: object, detail: str = "") -> str:
+def _out_of_memory(rank: object, detail: str = "", sure: bool = True) -> str:
     who = "" if rank is None else f"rank {rank} on "
-    return f"{who}{socket.gethostname()} ran out of memory{detail}: use more ranks, a smaller batch or fewer tokens"
+    ended = "ran" if sure else "probably ran"
+    return f"{who}{socket.gethostname()} {ended} out of memory{detail}: use more ranks, a smaller batch or fewer tokens"
 
 
 def follow_launcher() -> None:
@@ -131,7 +133,7 @@ def run_command(command: Callable[[], object]) -> None:
     follow_launcher()
     make_messages_printable()
     try:
-        _on_room_for_frames(command)
+        _with_room_for_frames(command)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -144,13 +146,13 @@ def run_command(command: Callable[[], object]) -> None:
         sys.exit(known[1])
 
 
-def _on_room_for_frames(command: Callable[[], object]) -> None:
+def _with_room_for_frames(command: Callable[[], object]) -> None:
     """Python asks for memory as calls nest; where it gets none, CPython 3.11 ends in SystemError or SIGSEGV. So this asks for the
     frames of all calls below at once: its own is made large, and CPython takes twice that. What is not used takes address space only."""
     command()
 
 
-_on_room_for_frames.__code__ = _on_room_for_frames.__code__.replace(co_stacksize=_FRAME_WORDS)
+_with_room_for_frames.__code__ = _with_room_for_frames.__code__.replace(co_stacksize=_FRAME_WORDS)
 
 
 def _end_without_memory(error: Exception) -> NoReturn:

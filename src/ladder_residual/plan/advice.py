@@ -30,7 +30,7 @@ def verdict(rows: Sequence[PlanRow]) -> str:
     return f"Worth converting in {worth} of {len(rows)} cases; the best: {best[0].lower()}{best[1:]}"
 
 
-def numbers_of(row: PlanRow) -> str:
+def dtypes_of(row: PlanRow) -> str:
     """``, fp8 weights, fp8 KV cache``: nothing for bf16."""
     named = {"weights": row.weights, "KV cache": row.kv_cache_dtype}
     return "".join(f", {dtype} {what}" for what, dtype in named.items() if dtype != "bf16")
@@ -38,7 +38,7 @@ def numbers_of(row: PlanRow) -> str:
 
 def advise(row: PlanRow) -> str:
     """Advice for one row."""
-    where = f"{row.model} (tp {row.tp}, {row.link}, batch {row.batch}{numbers_of(row)})"
+    where = f"{row.model} (tp {row.tp}, {row.link}, batch {row.batch}{dtypes_of(row)})"
     if not row.fits:
         need = f"{row.memory_total_gb:.0f} GB per rank, {row.device} has {row.case.device.memory_gb:.0f} GB"
         return f"Does not fit: {where} needs {need}."

@@ -10,7 +10,7 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from .advice import best_row, numbers_of, verdict
+from .advice import best_row, dtypes_of, verdict
 from .planner import TWO_STREAM, PlanRow
 
 # A break where a heading may become two lines; they make 14 columns fit 120 characters.
@@ -28,7 +28,7 @@ def print_plan(rows: Sequence[PlanRow], *, wide: bool = False, console: Console 
     first, case = rows[0], rows[0].case
     console.print(verdict(rows), style="bold", markup=False)
     console.print(
-        f"\n{first.model} on {case.device.title or first.device}, prompt {first.prompt} + {first.new} new tokens{numbers_of(first)}, "
+        f"\n{first.model} on {case.device.title or first.device}, prompt {first.prompt} + {first.new} new tokens{dtypes_of(first)}, "
         f"engine {first.engine} ({case.engine.title}). Planned, not measured.\n",
         markup=False,
     )

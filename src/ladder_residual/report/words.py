@@ -12,6 +12,7 @@ NAMES = {
     "p75_ms": "upper quartile, ms",
     "tp": "ranks (tp)",
     "ppl": "perplexity",
+    "speedup": "speed-up",
     "pdl": "launched early (PDL)",
 }
 UNITS = {"ms": "ms", "us": "us", "s": "s", "seconds": "s", "gb": "GB", "percent": "%", "bytes": "bytes", "tflops": "TFLOP/s"}
@@ -39,8 +40,9 @@ def heading(name: str) -> str:
     """``prefill_ms`` -> ``prefill, ms``; ``tokens_per_second`` -> ``tokens/s``."""
     if name in NAMES:
         return NAMES[name]
-    if name.endswith("_per_second"):
-        return f"{readable(name.removesuffix('_per_second'))}/s"
+    for ending in ("_per_second", "_per_s"):
+        if name.endswith(ending):
+            return f"{readable(name.removesuffix(ending))}/s"
     stem, _, unit = name.rpartition("_")
     return f"{readable(stem)}, {UNITS[unit]}" if stem and unit in UNITS else readable(name)
 

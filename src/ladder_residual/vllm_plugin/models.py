@@ -78,9 +78,9 @@ class RewiredForCausalLM(nn.Module):
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM does; weights with NaN or infinities are refused by name."""
-        return super().load_weights(_finite(self._known(weights)))  # type: ignore[misc]
+        return super().load_weights(_finite(self._of_this_wiring(weights)))  # type: ignore[misc]
 
-    def _known(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    def _of_this_wiring(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """A parallel layer has one norm; a checkpoint that holds the other was made for another wiring."""
         wiring, norm = self.wiring, FAMILIES[self.model_type].mlp_norm
         missing = {f"layers.{index}.{norm}.weight" for index in wiring.layers} if wiring.kind == "parallel" else set()
@@ -88,7 +88,7 @@ class RewiredForCausalLM(nn.Module):
             if name.removeprefix("model.") in missing:
                 raise ValueError(
                     f"{name}: the weights are of another wiring than {wiring.spec}, whose layers have one norm where others have two: "
-                    f"serve them without --hf-overrides, or train a parallel model from scratch"
+                    f"serve the checkpoint without --hf-overrides, or train a parallel model from scratch"
                 )
             yield name, tensor
 
