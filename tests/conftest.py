@@ -1,6 +1,7 @@
 """Shared fixtures. One thread per process: the machine's cores are for the ranks."""
 
 import os
+import signal
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach the network
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -16,6 +17,8 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before any test imports the engine's kernels: they are bound to it then
 settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell inherits it so: Ctrl-C is tested there too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -274,7 +274,6 @@ def test_an_interrupt_keeps_finished_batches(demo_dir, tmp_path):
         [*map(str, command), "--batch", "8", "--length", "16"],
         stderr=subprocess.DEVNULL,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a job of a shell's background inherits it ignored
     )
     try:
         deadline = time.monotonic() + 120
