@@ -12,20 +12,80 @@ from torch import Tensor
 
 from ladder_residual.core.reduce import CompletedWork, Reducer, ReduceWork
 from ladder_residual.vllm_plugin.communicator import ChoosingReducer, SideStreamReducer
-from ladder_residual.vllm_plugin.overlap import ALWAYS, NEVER, VARIABLE, Overlap, asked, decide, module_bytes, token_counts
+from ladder_residual.vllm_plugin.overlap import (
+    ALWAYS,
+    MODULES,
+    NEVER,
+    VARIABLE,
+    Overlap,
+    Times,
+    asked,
+    decide,
+    module_bytes,
+    modules,
+    token_counts,
+)
 from ladder_residual.vllm_plugin.versions import graphs_for_decode_only, note_in_compile_cache, second_nccl
 
 
 def test_it_pays_where_the_mean_over_ranks_is_shorter() -> None:
     """In line and overlapped milliseconds by number of tokens; a gain within the noise is none."""
-    first = {1: (1.0, 1.2), 4: (2.0, 1.99), 16: (5.0, 3.0)}
-    second = {1: (1.0, 0.9), 4: (2.0, 1.99), 16: (5.0, 4.0)}
+    first = {1: Times(1.0, 1.2), 4: Times(2.0, 1.99), 16: Times(5.0, 3.0)}
+    second = {1: Times(1.0, 0.9), 4: Times(2.0, 1.99), 16: Times(5.0, 4.0)}
     overlap = decide([first, second])
     assert overlap.pays == ((1, False), (4, False), (16, True))
     assert overlap == decide([second, first])  # the same on every rank
     assert [overlap.of(tokens) for tokens in (1, 3, 15, 16, 17, 9999)] == [False, False, False, True, True, True]
     assert overlap.anywhere
     assert "16" in str(overlap)
+
+
+@pytest.mark.parametrize(
+    ("without", "leave"),
+    [
+        ({16: 5.0, 256: 9.0}, False),  # small prompts lose what large ones gain
+        ({16: 2.1, 256: 9.4}, False),  # a gain the launches of a whole layer would take back
+        ({16: 2.5, 256: 7.0}, True),
+    ],
+)
+def test_prompts_leave_their_graphs_only_for_a_clear_gain(without: dict[int, float], leave: bool) -> None:
+    """As over IPC: beside the modules pays in a graph, and prompts stay in theirs all the same."""
+    times = {1: Times(1.0, 0.5, beside_without_graph=0.1)}  # no prompt
+    times |= {tokens: Times(in_line, 0.9 * in_line, True, without[tokens]) for tokens, in_line in ((16, 2.0), (256, 10.0))}
+    overlap = decide([times, times])
+    assert overlap.without_graphs == leave
+    assert overlap.pays == ((1, True), (16, True), (256, True))
+
+
+def test_longer_prompts_need_a_clear_gain_too() -> None:
+    """They have no graphs anyway."""
+    times = {64: Times(1.0, 0.95), 256: Times(4.0, 3.8, graph=False), 1024: Times(16.0, 12.0, graph=False)}
+    overlap = decide([times])
+    assert overlap.pays == ((64, True), (256, False), (1024, True))
+    assert not overlap.without_graphs
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_both_ways_compute_the_same_and_in_line_adds_no_kernel(monkeypatch: pytest.MonkeyPatch, fused: bool) -> None:
+    """The modules that are timed, on Triton's interpreter. In line: per module two products, an all-reduce and one kernel, which is none
+    where vLLM's all-reduce norms as well."""
+    from lab.triton_interpreter import mend_interpreter
+    from ladder_residual.engine.kernels import join
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # as when the kernels were defined (conftest.py)
+    mend_interpreter()
+    joins: list[int] = []
+    kernel = join.norm_after_joining
+    monkeypatch.setattr(join, "norm_after_joining", lambda *given: (joins.append(len(given[1])), kernel(*given))[1])
+    generator = torch.Generator().manual_seed(0)
+    x, up, down = (0.3 * torch.randn(shape, generator=generator) for shape in ((3, 16), (16, 32), (32, 16)))
+    outputs = []
+    for name in ("in line", "beside"):
+        names: list[str] = []
+        outputs.append(modules(x, up, down, torch.ones(16), Named(names, name), fused=fused))
+        assert names == [name] * MODULES
+    torch.testing.assert_close(*outputs)
+    assert joins == ([] if fused else [0, *[1] * (MODULES - 1)] * 2)
 
 
 def test_always_and_never_hold_for_every_batch() -> None:
@@ -107,6 +167,7 @@ class Nccl:
         ({"ca_comm": SimpleNamespace(disabled=True), "symm_mem_comm": None}, True),
         ({"ca_comm": SimpleNamespace(disabled=False)}, False),
         ({"fi_ar_comm": SimpleNamespace()}, False),
+        ({"fi_pcie_ipc_ar_comm": SimpleNamespace(disabled=False)}, False),
         ({"pynccl_comm": None}, False),
     ],
 )

@@ -64,6 +64,9 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     add("tp2 in line ladder compiled", ladder, TWO_RANKS | COMPILED, **in_line)
     add("tp2 in line gemma2 hybrid", gemma2, TWO_RANKS, **in_line)
     add("tp2 pp2 in line hybrid traced", hybrid, TWO_RANKS | TWO_STAGES | TRACED, **in_line)
+    for name, given in (("tp2 ops of vLLM's own", {}), ("tp2 ops in line", {"hf_overrides": {"wiring": "ladder"}})):
+        job = {"engine": TWO_RANKS | given, "count_ops": True, **in_line}
+        jobs[name] = {"model": str(folder / "llama"), "prompts": PROMPTS, **job}
     add("tp2 scheduler", ladder, TWO_RANKS | CROWDED, prompts=CROWD + ONE_BEGINNING, in_turn=len(ONE_BEGINNING), metrics=True)
     adapter = folder / "adapter"
     merged = tiny.lora_adapter(adapter, ladder)
@@ -122,6 +125,15 @@ def test_tokens_equal_the_packages_own(runs: dict[str, dict[str, Any]], name: st
     assert "error" not in run, run["error"] + run["log"]
     assert run["tokens"] == run["expected"]
     assert run["architectures"][0].startswith("Ladder")
+
+
+def test_in_line_no_op_is_added_to_vllms_own_layer(runs: dict[str, dict[str, Any]]) -> None:
+    """All-reduces included."""
+    own, in_line = (runs[name] for name in ("tp2 ops of vLLM's own", "tp2 ops in line"))
+    assert "error" not in in_line, in_line["error"] + in_line["log"]
+    assert own["architectures"] == ["LlamaForCausalLM"]
+    assert in_line["architectures"] == ["LadderLlamaForCausalLM"]
+    assert 0 < in_line["ops"] <= own["ops"]
 
 
 def test_the_scheduler_had_to_preempt_and_found_a_prefix(runs: dict[str, dict[str, Any]]) -> None:

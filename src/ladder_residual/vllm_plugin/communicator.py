@@ -122,7 +122,8 @@ class Communicator:
         self.cuda = current_platform.is_cuda_alike()
         self.overlap = NEVER if self.cuda else ALWAYS
         self.timed_graphs: list[torch.cuda.CUDAGraph] = []
-        self.reducer: Reducer = InLineReducer(group) if self.cuda else _cpu_reducer(group)
+        self.in_line: Reducer = InLineReducer(group)
+        self.reducer: Reducer = self.in_line if self.cuda else _cpu_reducer(group)
 
     def choose_overlap(self, vllm_config: Any) -> None:
         """As ``VLLM_LADDER_OVERLAP`` says, or on CUDA by measurement, by all ranks together. A CPU's always pay."""
@@ -137,13 +138,13 @@ class Communicator:
     def _choose_on_cuda(self, mode: str, vllm_config: Any) -> None:
         if mode == "never" or is_symmetric_memory_enabled():  # of NCCL: its memory is for vLLM's own graphs and the main stream
             return
-        in_line, beside = InLineReducer(self.group), SideStreamReducer(self.group)
-        self.overlap = ALWAYS if mode == "always" else self._measured(vllm_config, in_line, beside)
-        self.reducer = ChoosingReducer(in_line, beside, self.overlap)
-        if self.overlap.of(checked(vllm_config, "compilation_config", "max_cudagraph_capture_size") or 1):
+        beside = SideStreamReducer(self.group)
+        self.overlap = ALWAYS if mode == "always" else self._measured(vllm_config, beside)
+        self.reducer = ChoosingReducer(self.in_line, beside, self.overlap)
+        if self.overlap.without_graphs:
             graphs_for_decode_only(vllm_config)
 
-    def _measured(self, vllm_config: Any, in_line: Reducer, beside: Reducer) -> Overlap:
+    def _measured(self, vllm_config: Any, beside: Reducer) -> Overlap:
         model = checked(vllm_config, "model_config")
         config, dtype = checked(model, "hf_text_config"), checked(model, "dtype")
         weight_bytes = dtype.itemsize if checked(model, "quantization") is None else 1
@@ -151,7 +152,7 @@ class Communicator:
         eager = checked(model, "enforce_eager") or checked(model, "enable_sleep_mode")
         return measure(
             self.group,
-            in_line,
+            self.in_line,
             beside,
             config.hidden_size,
             module_bytes(config, self.group.world_size, weight_bytes),
@@ -159,14 +160,17 @@ class Communicator:
             checked(vllm_config, "scheduler_config", "max_num_batched_tokens"),
             0 if eager else checked(vllm_config, "compilation_config", "max_cudagraph_capture_size") or 0,
             self.timed_graphs,
+            checked(vllm_config, "compilation_config", "pass_config", "fuse_allreduce_rms"),
         )
 
     def start(self, partial: Tensor, *, next_is_attention: bool) -> None:
-        self.in_flight.append(self.reducer.launch(partial))
+        reducer = self.reducer
         if self.cuda and next_is_attention and _in_piecewise_graph():
-            # A piecewise CUDA graph ends at attention; a fork of streams cannot be joined in the next graph. On the side stream
-            # all the same: another all-reduce may be in flight there, and vLLM's all-reduces are for one stream at a time.
+            # A piecewise CUDA graph ends at attention; a fork of streams cannot be joined in the next graph. vLLM's all-reduces are for
+            # one stream at a time, so those in flight are waited for first.
             self.in_flight = deque(CompletedWork(work.wait()) for work in self.in_flight)
+            reducer = self.in_line
+        self.in_flight.append(reducer.launch(partial))
 
     def wait_for_oldest(self) -> Tensor:
         return self.in_flight.popleft().wait()

@@ -2,12 +2,16 @@
 
 Beside a module an all-reduce costs two dependencies between streams, and multiprocessors that the module would use. Where all-reduces are
 faster than that, they are better done in line, as vLLM does. The wiring computes the same either way.
+
+Decode steps run in one CUDA graph. Prompts of as few tokens run in graphs that end at each attention, where no all-reduce can be in
+flight: half of them are hidden there, and all of them only if prompts leave the graphs. That too must pay.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +23,10 @@ from ..core.reduce import Reducer, ReduceWork
 VARIABLE = "VLLM_LADDER_OVERLAP"
 MODES = ("auto", "always", "never")
 
-GAIN = 0.97  # overlapped must take less than this share of the time in line
+GAIN = 0.97  # in a graph overlapped must take less than this share of the time in line
+# The same for prompts outside graphs, whose modules launch more than those timed here.
+PROMPT_GAIN = 0.9
+PROMPT = 16  # tokens of the smallest prompt that counts
 MODULES = 8  # in one timing
 REPLAYS = 4
 
@@ -31,10 +38,21 @@ def asked() -> str:
     return mode
 
 
+class Times(NamedTuple):
+    """Milliseconds of some modules; ``graph``: captured, else launched one by one."""
+
+    in_line: float
+    beside: float
+    graph: bool = True
+    beside_without_graph: float | None = None
+
+
 class Overlap(NamedTuple):
-    """``pays`` for numbers of tokens in rising order; a batch counts as the nearest one that is no larger."""
+    """``pays`` for numbers of tokens in rising order; a batch counts as the nearest one that is no larger. ``without_graphs``: prompts
+    leave their CUDA graphs."""
 
     pays: tuple[tuple[int, bool], ...]
+    without_graphs: bool = False
 
     def of(self, tokens: int) -> bool:
         chosen = self.pays[0][1]
@@ -55,16 +73,20 @@ class Overlap(NamedTuple):
         return f"beside the modules for batches of about {counts} tokens, else in line"
 
 
-ALWAYS, NEVER = Overlap(((1, True),)), Overlap(((1, False),))
+ALWAYS, NEVER = Overlap(((1, True),), without_graphs=True), Overlap(((1, False),))
 
 
-def decide(times: Sequence[Mapping[int, tuple[float, float]]]) -> Overlap:
-    """From every rank's times (in line, overlapped) by number of tokens. All ranks must come to the same."""
-    pays = []
+def decide(times: Sequence[Mapping[int, Times]]) -> Overlap:
+    """From every rank's times by number of tokens. All ranks must come to the same."""
+    pays, kept, left = [], 0.0, 0.0  # of prompts in graphs, and of the same without
     for tokens in sorted(times[0]):
-        in_line, beside = (sum(rank[tokens][way] for rank in times) for way in (0, 1))
-        pays.append((tokens, beside < GAIN * in_line))
-    return Overlap(tuple(pays))
+        ranks = [rank[tokens] for rank in times]
+        in_line, beside = sum(each.in_line for each in ranks), sum(each.beside for each in ranks)
+        pays.append((tokens, beside < (GAIN if ranks[0].graph else PROMPT_GAIN) * in_line))
+        if tokens >= PROMPT and ranks[0].beside_without_graph is not None:
+            kept += in_line
+            left += sum(each.beside_without_graph or 0.0 for each in ranks)
+    return Overlap(tuple(pays), without_graphs=left < PROMPT_GAIN * kept)
 
 
 def module_bytes(config: Any, ranks: int, weight_bytes: float) -> int:
@@ -85,9 +107,11 @@ def measure(
     most_tokens: int,
     captured: int,
     graphs: list[torch.cuda.CUDAGraph],
+    fused: bool,
 ) -> Overlap:
     """Times both ways around a module that reads ``weights`` bytes, up to ``captured`` tokens in a CUDA graph, as vLLM runs them. The
-    caller keeps ``graphs``: other ranks have mapped their memory, and a mapping outlives what is freed."""
+    caller keeps ``graphs``: other ranks have mapped their memory, and a mapping outlives what is freed. ``fused``: vLLM has a kernel that
+    all-reduces and norms, so in line the norm is counted as free."""
     inner = max(64, weights // (2 * hidden * dtype.itemsize) // 64 * 64)
     up, down = (torch.zeros(shape, dtype=dtype, device="cuda") for shape in ((hidden, inner), (inner, hidden)))
     norm = torch.ones(hidden, dtype=dtype, device="cuda")
@@ -95,12 +119,17 @@ def measure(
     for tokens in token_counts(most_tokens):
         x = torch.zeros(tokens, hidden, dtype=dtype, device="cuda")
         kept = graphs if tokens <= captured else None
-        ways = [_timed(x, up, down, norm, reducer, group, kept) for reducer in (in_line, beside)]
-        best = [float("inf")] * 2
+        alone, overlapped = (
+            partial(modules, x, up, down, norm, in_line, fused=fused), partial(modules, x, up, down, norm, beside)
+        )  # fmt: skip
+        ways = [_timed(alone, group, kept), _timed(overlapped, group, kept)]
+        if kept is not None:
+            ways.append(_timed(overlapped, group, None))
+        best = [float("inf")] * len(ways)
         for number in range(REPLAYS):  # in turn
-            for way in (0, 1) if number % 2 else (1, 0):
+            for way in range(len(ways))[:: 1 if number % 2 else -1]:
                 best[way] = min(best[way], ways[way]())
-        times[tokens] = (best[0], best[1])
+        times[tokens] = Times(best[0], best[1], kept is not None, best[2] if kept is not None else None)
         del ways
     torch.cuda.empty_cache()  # vLLM measures next what is free
     everybody: list[Any] = [None] * group.world_size
@@ -116,34 +145,36 @@ def token_counts(most: int) -> list[int]:
     return counts
 
 
-def _timed(
-    x: Tensor, up: Tensor, down: Tensor, norm: Tensor, reducer: Reducer, group: Any, graphs: list[torch.cuda.CUDAGraph] | None
-) -> Callable[[], float]:  # fmt: skip
-    """A function that runs a few modules of a ladder and says how many milliseconds they took; in a graph, if there is a list for it."""
+def modules(x: Tensor, up: Tensor, down: Tensor, norm: Tensor, reducer: Reducer, *, fused: bool = False) -> Tensor:
+    """A few modules of a ladder, as ``ops.py`` joins them; ``fused``: without the add and the norm between them."""
     from ..engine.kernels.join import ADD, norm_after_joining
 
-    def modules() -> Tensor:
-        stream, module_input = x, x
-        flying: tuple[ReduceWork, Tensor] | None = None
-        for _ in range(MODULES):
-            partial = module_input @ up @ down
-            started = (reducer.launch(partial), partial)
+    stream, module_input = x, x
+    flying: tuple[ReduceWork, Tensor] | None = None
+    for _ in range(MODULES):
+        output = module_input @ up @ down
+        started = (reducer.launch(output), output)
+        if fused:
+            module_input = flying[0].wait() if flying else x
+        else:
             terms = [(flying[0].wait(), ADD.value, None)] if flying else []
             module_input, stream = norm_after_joining(stream, terms, norm, 1e-6, 0.0)
-            flying = started
-        assert flying is not None
-        return flying[0].wait()
+        flying = started
+    assert flying is not None
+    return flying[0].wait()
 
+
+def _timed(run: Callable[[], Any], group: Any, graphs: list[torch.cuda.CUDAGraph] | None) -> Callable[[], float]:
+    """A function that says how many milliseconds ``run`` takes; in a graph, if there is a list for it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    run: Callable[[], Any] = modules
     for _ in range(2):
-        modules()
+        run()
     torch.cuda.synchronize()
     if graphs is not None:
         graph = torch.cuda.CUDAGraph()
         # As this ends, vLLM's IPC all-reduce tells the ranks where the graph's buffers are. A replay before that reads anywhere.
         with group.graph_capture() as context, torch.cuda.graph(graph, stream=context.stream):
-            modules()
+            run()
         graphs.append(graph)
         run = graph.replay
 
