@@ -8,7 +8,7 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "src" / "ladder_residual"
 # What is called, by its full name or by the end of it -> the files that may call it, and the keyword that must be there.
 DOORS = {
-    "torch.load": ({"adapt/trainer.py"}, ("weights_only", True)),
+    "torch.load": ({"adapt/checkpoints.py"}, ("weights_only", True)),
     "torch.distributed.checkpoint.load": (
         {"train/dcp_checkpoint.py"},
         None,
@@ -18,9 +18,17 @@ DOORS = {
     "safetensors.torch.load_file": ({"adapt/checkpoints.py"}, None),  # an adapter; nothing but safetensors
     "datasets.load_dataset": ({"data/sources.py"}, None),
     "torch.distributed.checkpoint.FileSystemReader": (set(), None),
+    "torch.distributed.checkpoint.load_state_dict": (set(), None),
+    "torch.serialization.load": (set(), None),
     "torch.jit.load": (set(), None),
     "torch.hub.load": (set(), None),
+    "safetensors.torch.load": (set(), None),
+    "safetensors.torch.load_model": (set(), None),
+    "safetensors.numpy.load_file": (set(), None),
     "numpy.load": (set(), None),
+    "runpy.run_path": (set(), None),
+    "importlib.util.spec_from_file_location": (set(), None),
+    "os.system": (set(), None),
     "eval": (set(), None),
     "exec": (set(), None),
 }

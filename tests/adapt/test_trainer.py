@@ -1,11 +1,13 @@
 """Checkpoints of a run in one process: saved on SIGTERM, damaged, and what the Trainer reads of them when it resumes, forged."""
 
+import io
 import json
 import os
 import random
 import shutil
 import signal
 import traceback
+import zipfile
 
 import pytest
 import torch
@@ -81,9 +83,31 @@ def with_nan(checkpoint):
     save_file(weights, file, {"format": "pt"})
 
 
+def compressed(checkpoint):
+    good = zipfile.ZipFile(io.BytesIO((checkpoint / "optimizer.pt").read_bytes()))
+    with zipfile.ZipFile(checkpoint / "optimizer.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry in good.infolist():
+            archive.writestr(entry.filename, good.read(entry) + bytes(1 << 20))
+
+
+def expanded(checkpoint):
+    """One number on disk, of any shape in memory once it is cast."""
+    state = torch.load(checkpoint / "optimizer.pt", weights_only=True)
+    state["state"][0]["exp_avg"] = torch.zeros(1, dtype=torch.float64).expand(10**6, 10**6)
+    torch.save(state, checkpoint / "optimizer.pt")
+
+
+def pipe(checkpoint):
+    (checkpoint / "optimizer.pt").unlink()
+    os.mkfifo(checkpoint / "optimizer.pt")
+
+
 @pytest.mark.parametrize(
     ("method", "forge", "message"),
     [
+        ("distill", compressed, "optimizer.pt unpacks to [0-9]+ bytes, and has [0-9]+"),
+        ("distill", expanded, "exp_avg' of the optimizer has .1000000, 1000000. numbers, which are not in the file"),
+        ("distill", pipe, "optimizer.pt is not a file"),
         ("distill", lambda checkpoint: by_an_index(checkpoint, "../outside.safetensors"), "not a file of this directory"),
         ("distill", lambda checkpoint: by_an_index(checkpoint, "weights.dat"), "only pickled weights"),
         ("distill", with_nan, "model.embed_tokens.weight holds NaN"),

@@ -68,6 +68,9 @@ def test_beams_are_printed_at_the_end(demo_dir, monkeypatch, capsys):
         main()
     assert ended.value.code == 0
     assert capsys.readouterr().out.startswith(PROMPTS[0] + " ")
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run_here(monkeypatch, "generate", demo_dir, "-p", f"{PROMPTS[0]}\x1b[2J", "-n", "2", "--num-beams", "2") == 0
+    assert capsys.readouterr().out.startswith(PROMPTS[0] + r"\x1b[2J")
 
 
 @pytest.fixture(scope="module")

@@ -56,14 +56,18 @@ def test_an_index_cannot_make_convert_write_through_a_link(plain, tmp_path, name
     assert not (tmp_path / "out").exists()
 
 
+HOW = pytest.mark.parametrize("how", [{}, {"quantize": "fp8"}, {"refitted": {}}], ids=["linked", "quantised", "refitted"])
+
+
+@HOW
 @pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json", "config.json"])
-def test_links_that_leave_the_source_are_refused(plain, tmp_path, name):
+def test_links_that_leave_the_source_are_refused(plain, tmp_path, name, how):
     outside = tmp_path / "outside"
     shutil.move(plain / name, outside)
     (plain / name).symlink_to(outside)
     before = outside.read_bytes()
     with pytest.raises(ValueError, match=name):
-        convert(plain, tmp_path / "out", "ladder")
+        convert(plain, tmp_path / "out", "ladder", **how)
     assert outside.read_bytes() == before
     assert not (tmp_path / "out").exists()
 
@@ -82,10 +86,11 @@ def test_a_snapshot_of_the_hub_cache_is_a_source(plain, tmp_path):
     assert not any(path.is_symlink() for path in done.target.iterdir())
 
 
-def test_what_is_not_part_of_a_model_stays_behind(plain, tmp_path):
+@HOW
+def test_what_is_not_part_of_a_model_stays_behind(plain, tmp_path, how):
     for name in ("modeling_evil.py", "setup.sh", ".env", ".bashrc", "run.exe", "LICENSE.py", "NOTICE.so"):
         (plain / name).write_text("x")
-    kept = convert(plain, tmp_path / "out", "ladder").kept
+    kept = convert(plain, tmp_path / "out", "ladder", **how).kept
     assert kept == ["generation_config.json", "tokenizer.json"]
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         "config.json",
@@ -210,6 +215,14 @@ def test_weights_that_are_no_numbers_are_refused_by_name(plain, tmp_path, value,
     with pytest.raises(ValueError, match=rf"{name}.*allow-nonfinite"):
         load_model(plain)
     assert load_model(plain, allow_nonfinite=True) is not None
+
+
+def test_refitted_weights_that_are_no_numbers_are_not_written(plain, tmp_path):
+    name = "model.layers.1.mlp.up_proj.weight"
+    refitted = {name: torch.full_like(load_file(plain / "model.safetensors")[name], float("nan"))}
+    with pytest.raises(ValueError, match=f"{name} holds NaN or infinite"):
+        convert(plain, tmp_path / "out", "ladder", refitted=refitted)
+    assert not (tmp_path / "out").exists()
 
 
 def test_weights_that_overflow_in_the_dtype_asked_for_are_refused(plain):

@@ -141,6 +141,18 @@ def test_a_damaged_checkpoint_is_noticed_and_the_one_before_is_used(how, corpus,
     assert export(tmp_path / "run", tmp_path / "exported") == newest
 
 
+def test_what_a_forged_checkpoint_says_does_not_steer_the_terminal(corpus, alone, tmp_path, capsys, monkeypatch):
+    shutil.copytree(alone["ladder"], tmp_path / "run")
+    newest = complete_checkpoints(tmp_path / "run" / "checkpoints")[-1]
+    manifest = json.loads((newest / MANIFEST).read_text())
+    (newest / MANIFEST).write_text(json.dumps(manifest | {"recipe": {"\x1b]0;title\x07": 1}}))
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    train(Recipe.from_dict(tiny_recipe(corpus, tmp_path / "run")))
+    said = capsys.readouterr().err
+    assert "title" in said
+    assert "\x1b]" not in said
+
+
 def everything_in(directory):
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 

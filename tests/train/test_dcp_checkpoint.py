@@ -1,8 +1,10 @@
 """A checkpoint's list of tensors is read as data: nothing it names is run, nothing outside its directory is opened."""
 
+import io
 import os
 import pickle
 import resource
+import zipfile
 
 import pytest
 import torch
@@ -126,6 +128,26 @@ def test_a_few_bytes_do_not_take_all_memory(saved):
     (saved / METADATA).write_bytes(b"\x80\x02}r" + (1 << 29).to_bytes(4, "little") + b".")
     with pytest.raises(ValueError, match="it counts 536870912 objects in 9 bytes"):
         stored_tensors(saved)
+
+
+def test_a_tensor_that_unpacks_to_more_than_its_file_is_not_read(saved):
+    """An archive can be compressed, which torch.load undoes."""
+    file = saved / "__0_0.distcp"
+    metadata = pickle.loads((saved / METADATA).read_bytes())
+    place = metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "model.a")]
+    with file.open("rb") as content:
+        content.seek(place.offset)
+        tensor = content.read(place.length)
+    repacked = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(tensor)) as good, zipfile.ZipFile(repacked, "w", zipfile.ZIP_DEFLATED) as archive:
+        for entry in good.infolist():
+            more = bytes(1 << 20) if entry.filename.endswith("/data/0") else b""
+            archive.writestr(entry.filename, good.read(entry) + more)
+    place.offset, place.length = file.stat().st_size, len(repacked.getvalue())
+    file.write_bytes(file.read_bytes() + repacked.getvalue())
+    (saved / METADATA).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(ValueError, match=r"cannot load .*__0_0.distcp unpacks to 10[0-9]{5} bytes, and has [0-9]{4}$"):
+        load_tensors(zeros(), saved, None)
 
 
 def test_a_pipe_is_not_waited_for(saved):

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from random import Random
 
 from lab.fuzz.box import Box
-from lab.fuzz.targets import checkpoints, results, settings, text, training
+from lab.fuzz.targets import checkpoints, quantised, results, settings, text, training
 
 TARGETS: dict[str, Callable[[Box, Random], None]] = {
     "adapt checkpoint": training.adapt_checkpoint,
@@ -25,6 +25,7 @@ TARGETS: dict[str, Callable[[Box, Random], None]] = {
     "index": checkpoints.index,
     "jsonl": text.jsonl,
     "prompt": text.prompt,
+    "quantised": quantised.quantised,
     "recipe": settings.recipe,
     "report": results.report,
     "safetensors": checkpoints.header,

@@ -103,15 +103,18 @@ def generation_config(box: Box, chance: Random) -> None:
 
 def header(box: Box, chance: Random) -> None:
     """The header of the weights: lengths, names, shapes, offsets and dtypes that lie."""
-    good = box.good["model.safetensors"]
+    read_everything(box.fresh(model__safetensors=broken_header(box.good["model.safetensors"], chance)), chance)
+
+
+def broken_header(good: bytes, chance: Random) -> bytes:
     tensors, data = split(good)
     length = len(good) - len(data) - 8
     kind = chance.randrange(6)
     if kind == 0:  # the length itself
         lie = chance.choice([0, 1, length - 1, length + 1, len(good), 2**32, 2**63, 2**64 - 1])
-        return read_everything(box.fresh(model__safetensors=lie.to_bytes(8, "little") + good[8:]), chance)
+        return lie.to_bytes(8, "little") + good[8:]
     if kind == 1:
-        return read_everything(box.fresh(model__safetensors=mutate_bytes(good, chance)), chance)
+        return mutate_bytes(good, chance)
     names = [name for name in tensors if name != "__metadata__"]
     tensor = tensors[chance.choice(names)]
     if kind == 2:
@@ -123,7 +126,7 @@ def header(box: Box, chance: Random) -> None:
         tensor["shape"] = chance.choice([[], [0], [-1], [2**40, 2**40], [1] * 300, "64", [64.0, 64], tensor["shape"][::-1]])
     else:
         tensors = mutate_document(tensors, chance, ["__metadata__"])
-    return read_everything(box.fresh(model__safetensors=joined(tensors, data)), chance)
+    return joined(tensors, data)
 
 
 def split(file: bytes) -> tuple[dict[str, Any], bytes]:

@@ -20,6 +20,7 @@ from ..distributed.world import World, tells_of_lost_peer
 from ..models.checkpoint_reader import INDEX_BYTES, Checkpoint, read_json
 from ..models.finite import check_weight
 from ..models.parameters import check_parameters, read_parameter
+from ..train.dcp_checkpoint import check_unpacked_size
 from ..train.manifest import all_damaged, check_files, fingerprint, newest_good, read_manifest, set_aside, write_manifest
 
 LATEST = "checkpoint-"
@@ -68,7 +69,13 @@ def problem_of(path: Path, share: int = 0, shares: int = 1) -> str:
         if problem := check_files(path, share, shares):
             return problem
         _check_trainer_state(path)
-    except ValueError as error:
+        for file in path.rglob("*"):
+            if not file.is_file() and not file.is_dir():
+                return f"{file.name} is not a file"  # a pipe is not waited for
+            if file.suffix in (".pt", ".pth"):
+                with file.open("rb") as content:
+                    check_unpacked_size(content, file.stat().st_size, file.name)
+    except (OSError, ValueError) as error:
         return str(error)
     return ""
 
@@ -141,6 +148,16 @@ def load_adapter(model: Any, checkpoint: Path) -> None:
             raise ValueError(f"{name} of its adapter does not fit {list(expected[name].shape)}")
         check_weight(name, tensor, file)
     set_peft_model_state_dict(model, stored)
+
+
+def read_optimizer(file: Path) -> dict[str, Any]:
+    """The state in ``optimizer.pt``. An optimizer casts what it takes, so numbers must be there: a few bytes can stand for any shape."""
+    stored = torch.load(file, map_location="cpu", weights_only=True)
+    for moments in stored["state"].values():
+        for name, value in moments.items():
+            if isinstance(value, torch.Tensor) and value.nbytes > value.untyped_storage().nbytes():
+                raise ValueError(f"{name!r:.60} of the optimizer has {list(value.shape)} numbers, which are not in the file")
+    return stored
 
 
 _MOMENTS = ({"exp_avg", "exp_avg_sq", "step"}, {"mean", "square", "step"}, {"momentum"})  # of AdamW, and of MuonWithAdamW

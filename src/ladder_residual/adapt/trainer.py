@@ -32,6 +32,7 @@ from .checkpoints import (
     last_checkpoint,
     load_adapter,
     load_weights,
+    read_optimizer,
     reading,
     saving,
     step_of,
@@ -312,7 +313,7 @@ class AdaptTrainer(Trainer):
             if self.sharded:
                 load_sharded(self.inner, optimizer, Path(checkpoint))
             else:
-                optimizer.load_state_dict(torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True))
+                optimizer.load_state_dict(read_optimizer(Path(checkpoint) / OPTIMIZER))
             check_moments(getattr(optimizer, "optimizer", optimizer))  # accelerate wraps it
         rates = [base * share(step) for base, share in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
         schedule.load_state_dict(schedule.state_dict() | {"last_epoch": step, "_step_count": step + 1, "_last_lr": rates})

@@ -156,10 +156,11 @@ def run(settings: AdaptSettings, device: str) -> None:
 
     check_settings(settings)
     from ..adapt.run import adapt as start
+    from ..common.terminal import show
     from ..distributed.world import distributed
 
     with distributed(device) as world:
-        result = start(settings, world, lambda line: print(line, file=sys.stderr, flush=True))
+        result = start(settings, world, lambda line: show(line, sys.stderr))
         if world.is_main and not result.stopped:
             seen = f"{result.share_of_text_percent:.0f} % of the text"
             print(f"{result.steps} steps, {result.tokens:,} tokens ({seen}), {result.seconds:.1f} s: {result.output}")

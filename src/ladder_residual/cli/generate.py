@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..common.terminal import show
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks, speaks_first
 from .options import (
@@ -170,7 +171,7 @@ def generate(
                 streamed = num_beams == 1
                 for completion in session.complete(prompts, stream=streamed, chat=are_chats):
                     if world.is_main and not streamed:
-                        print(completion.text if are_chats else completion.prompt + completion.text)
+                        show(completion.text if are_chats else completion.prompt + completion.text)
             if world.is_main:
                 print(session.summary(), file=sys.stderr)
 

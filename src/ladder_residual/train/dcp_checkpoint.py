@@ -8,11 +8,13 @@ the record, and refuses everything else.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 import pickletools
 import warnings
+import zipfile
 from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,10 +31,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.utils import _ReaderView
 
 from ..models.chunks import Chunk
 
 METADATA = ".metadata"
+_ZIP = b"PK\x03\x04"
 _MEMORIES = ("PUT", "BINPUT", "LONG_BINPUT")
 
 
@@ -127,6 +131,11 @@ class ShardOfWhole(Tensor):
 class _TensorReader(dcp.FileSystemReader):
     """Reads the metadata as a record of calls. Without entries of bytes in it, the library has nothing to unpickle."""
 
+    def _slice_file(self, file: Any, sinfo: _StorageInfo) -> IO[bytes]:
+        archive = cast(IO[bytes], _Slice(file, sinfo.offset, sinfo.length))
+        check_unpacked_size(archive, sinfo.length, sinfo.relative_path)
+        return super()._slice_file(file, sinfo)
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         path = Path(self._get_metadata_path(kwargs.get("rank")))
         try:
@@ -145,6 +154,29 @@ class _TensorReader(dcp.FileSystemReader):
                 raise ValueError(f"{path} names {name:.80}, which is no file beside it")
         metadata.storage_meta = StorageMeta(load_id=self.load_id)
         return metadata
+
+
+class _Slice(_ReaderView):
+    """Torch's own counts from its end in the wrong direction, and ``zipfile`` begins there."""
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        if whence == os.SEEK_END:
+            offset, whence = self.len + offset, os.SEEK_SET
+        return super().seek(offset, whence)
+
+
+def check_unpacked_size(archive: IO[bytes], size: int, name: str) -> None:
+    """ValueError if ``archive``, a file of ``torch.save`` of ``size`` bytes, unpacks to more: nothing in one is compressed or shared."""
+    unpacked = 0
+    if archive.read(len(_ZIP)) == _ZIP:
+        try:
+            with zipfile.ZipFile(archive) as entries:
+                unpacked = sum(entry.file_size for entry in entries.infolist())
+        except Exception as error:  # zipfile fails in many ways on what is none
+            raise ValueError(f"{name:.80} is damaged") from error
+    archive.seek(0)
+    if unpacked > size:
+        raise ValueError(f"{name:.80} unpacks to {unpacked} bytes, and has {size}")
 
 
 class _Call:

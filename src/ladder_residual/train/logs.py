@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..common.files import replace_text
+from ..common.terminal import for_stream
 from .recipe import Recipe
 
 NAME = "log.jsonl"
@@ -82,11 +83,9 @@ class Logs:
         """For people, on the error stream: the output stream belongs to results."""
         if not self.active or self.quiet:
             return
-        try:
-            from rich.console import Console
-        except ImportError:
-            print(text, file=sys.stderr, flush=True)
-            return
+        from rich.console import Console
+
+        text = for_stream(text, sys.stderr)
         Console(stderr=True, soft_wrap=True).print(text, highlight=sys.stderr.isatty(), markup=False)
 
     def close(self) -> None:

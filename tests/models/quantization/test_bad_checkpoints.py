@@ -200,6 +200,16 @@ HEADERS = {
         put(f"{UP}.weight", lambda w: w.float()),
         "stored as F32, supported: F8_E4M3",
     ),
+    "a plain weight beside it": (
+        "gptq-128",
+        add(f"{UP}.weight", torch.zeros(64).int()),
+        f"stored quantised (qweight) and as {UP}.weight beside it: one of them is wrong",
+    ),
+    "two scales": (
+        "fp8-block",
+        add(f"{UP}.weight_scale", torch.ones(3).to(torch.uint8)),
+        "has both weight_scale_inv and weight_scale: one of them is wrong",
+    ),
     "whole scales": (
         "int4-32",
         put(f"{UP}.weight_scale", lambda s: s.int()),

@@ -25,7 +25,7 @@ EVERY = sorted({e4m3(byte) for byte in range(256) if byte & 127 != 127})  # E4M3
 def test_each_number_is_the_nearest_one(dtype):
     weight = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)).mul_(1e-3).to(dtype)
     weight[2] = 0
-    numbers, scale = fp8_per_channel(weight)
+    numbers, scale = fp8_per_channel("w", weight)
     assert scale.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     for row, its, factor in zip(weight.tolist(), numbers.float().tolist(), scale.view(-1).tolist(), strict=True):
         top = max(map(abs, row))
@@ -39,7 +39,7 @@ def test_each_number_is_the_nearest_one(dtype):
 def test_a_row_whose_scale_rounds_to_zero_is_zero(tiny):
     weight = torch.ones(3, 8, dtype=torch.float32 if tiny < 1e-40 else torch.bfloat16)
     weight[1] = tiny
-    numbers, scale = fp8_per_channel(weight)
+    numbers, scale = fp8_per_channel("w", weight)
     dense = numbers.float() * scale.float()
     assert (scale > 0).all()
     assert (dense[1] == 0).all()
@@ -157,6 +157,15 @@ def test_a_bad_weight_leaves_nothing_behind(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plain"]
     with pytest.raises(ValueError, match="nothing to convert: give a wiring"):
         convert(tmp_path / "plain", tmp_path / "fp8")
+
+
+def test_a_weight_beyond_float32_is_refused(tmp_path):
+    tiny_model("llama").double().save_pretrained(tmp_path / "plain")
+    name = "model.layers.1.mlp.up_proj.weight"
+    rewrite_tensors(tmp_path / "plain", lambda tensors: tensors[name].view(-1)[:1].fill_(1e300))
+    with pytest.raises(ValueError, match=f"{name} overflows as torch.float32"):
+        convert(tmp_path / "plain", tmp_path / "fp8", quantize="fp8")
+    assert not (tmp_path / "fp8").exists()
 
 
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])

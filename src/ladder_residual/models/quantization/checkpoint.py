@@ -78,6 +78,10 @@ class QuantizedCheckpoint(Checkpoint):
             if not self.layout.is_quantised(held):
                 continue
             with self._blamed(module):
+                if f"{module}.weight" in self.files and "weight" not in held:
+                    raise ValueError(
+                        f"stored quantised ({self.layout.main}) and as {module}.weight beside it: one of them is wrong"
+                    )
                 found[f"{module}.weight"] = QuantizedWeight(module, held, self.layout.shape(held))
         return found
 

@@ -34,7 +34,9 @@ class Fp8(Layout):
         if len(found) != 2:
             raise ValueError(f"{self.main} has shape {list(found)}, expected a matrix")
         rows, columns = found
-        name = next((scale for scale in self.scales if scale in held), self.scales[0])
+        name, *more = [scale for scale in self.scales if scale in held] or self.scales[:1]
+        if more:
+            raise ValueError(f"has both {name} and {more[0]}: one of them is wrong")
         scale = take(held, name, SCALES)
         if self.spec.block:
             expect(name, scale, (-(-rows // self.spec.block[0]), -(-columns // self.spec.block[1])))

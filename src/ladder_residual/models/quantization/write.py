@@ -66,11 +66,13 @@ def _plain_matrix(checkpoint: Checkpoint, name: str) -> bool:
     return name.endswith(".weight") and len(checkpoint.shape(name)) == 2 and not is_quantized(name)
 
 
-def fp8_per_channel(weight: Tensor) -> tuple[Tensor, Tensor]:
+def fp8_per_channel(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     """Numbers in E4M3 and a scale for each row. The scale is rounded first, so that numbers are right for the one that is stored."""
     import torch
 
-    values = weight.to(torch.float32)
+    from ..finite import cast_finite
+
+    values = cast_finite(name, weight, torch.float32)
     scale = values.abs().amax(1, keepdim=True) / LARGEST
     # float16 cannot hold the scale of small weights
     scale = scale.to(torch.bfloat16 if weight.dtype == torch.bfloat16 else torch.float32)
@@ -85,7 +87,7 @@ def write_fp8(checkpoint: Checkpoint, directory: DirectoryWriter) -> tuple[int, 
     def quantise(name: str, tensor: Tensor) -> dict[str, Tensor]:
         if not is_quantized(name):
             return {name: tensor}
-        numbers, scale = fp8_per_channel(tensor)
+        numbers, scale = fp8_per_channel(name, tensor)
         return {name: numbers, name + "_scale": scale}
 
     return rewrite_weights(checkpoint, directory, quantise)
