@@ -31,6 +31,7 @@ def faults(
     jobs: Annotated[
         int, typer.Option(help="Campaigns at a time that share out the random kills; more than one tries no other faults.")
     ] = 1,
+    seconds: Annotated[float | None, typer.Option(help="After which no other random kill begins.")] = None,
     out: Annotated[Path | None, typer.Option(help="Write the JSON here as well.")] = None,
 ) -> None:
     """Kill, stop, starve and cut off ranks of real runs; the last line is the result as JSON."""
@@ -44,6 +45,8 @@ def faults(
         raise ValueError(
             f"--jobs {jobs}: between 1 and --rounds ({rounds}), and 1 for {' and '.join(WRITERS)}, whose moments are counted"
         )
+    if seconds is not None and jobs > 1:
+        raise ValueError(f"--seconds {seconds:g} bounds one campaign: run with --jobs 1 (got {jobs})")
     from ladder_residual.common.environment import environment
 
     with tempfile.TemporaryDirectory(prefix="ladder-faults-") as scratch:
@@ -51,7 +54,7 @@ def faults(
         if jobs > 1:
             result = run_kills_in_parallel(what, Path(scratch), jobs=jobs, **shared)
         else:
-            result = run_campaign(what, Path(scratch), named=named, **shared)
+            result = run_campaign(what, Path(scratch), named=named, seconds=seconds, **shared)
     result |= environment()
     print(
         f"{result['kills_as_documented']} of {result['kills']} random kills and {result['named_as_documented']} of {result['named']} other "

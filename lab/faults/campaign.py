@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import multiprocessing
 import random
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from functools import partial
@@ -24,11 +25,14 @@ Attempts = Iterable[Outcome | None]  # None: the kill came too late, when the ru
 
 
 def run_campaign(
-    what: str, directory: Path, *, rounds: int, named: str, seed: int, timeout: float, report: Report = lambda row: None
-) -> dict[str, Any]:
+    what: str, directory: Path, *, rounds: int, named: str, seed: int, timeout: float, report: Report = lambda row: None,
+    seconds: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    """``seconds``: after which no other kill begins."""
+    ends = None if seconds is None else time.monotonic() + seconds
     duration, attempts, faults = CAMPAIGNS[what](directory, random.Random(seed), rounds, timeout)
     chosen = _chosen(named, [name for name, _, _ in faults])
-    kills = [_reported(outcome, report) for outcome in _first(rounds, attempts, what)]
+    kills = [_reported(outcome, report) for outcome in _first(rounds, before(ends, attempts), what)]
     not_tried = {name: why for name, why, _ in faults if name in chosen and why}
     others = [_reported(how(), report) for name, why, how in faults if name in chosen and not why]
     about = {"what": what, "undisturbed_s": duration, "timeout_s": timeout, "seed": seed}
@@ -70,6 +74,16 @@ def _result(
         "not_tried": not_tried,
         "rows": kills + others,
     }
+
+
+def before(ends: float | None, attempts: Attempts) -> Attempts:
+    """Those that begin in time."""
+    remaining = iter(attempts)
+    while ends is None or time.monotonic() < ends:
+        try:
+            yield next(remaining)
+        except StopIteration:
+            return
 
 
 def _first(rounds: int, attempts: Attempts, what: str) -> Iterable[Outcome]:
@@ -125,26 +139,35 @@ def _train_kills(layouts: list[TrainJob], chance: random.Random, rounds: int, el
 def _generate_gpu(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
     """Ranks that share a GPU, in the CUDA engine's graphs over symmetric memory; a rank that is left would spin there for ever."""
     from lab.faults import generate_faults
-    from lab.faults.gpu import engine_checkpoint, own_mps
+    from lab.faults.gpu import engine_checkpoint, own_mps, used_mib, with_free_gpu
     from lab.faults.jobs import GenerateJob
 
     own_mps(directory)
     share = ("--share-gpu", "--device", "cuda", "--engine", "cuda", "--schedule", "serial", "--reducer", "symm")
     checkpoint = engine_checkpoint(directory / "checkpoint")
-    job = GenerateJob(directory, str(checkpoint), prompts=150, new_tokens=300, timeout=timeout, more=share)
-    duration = generate_faults.undisturbed(job)
+    job = GenerateJob(directory, str(checkpoint), prompts=30, new_tokens=200, timeout=timeout, more=share)
+    duration, idle = generate_faults.undisturbed(job), used_mib()
     job.reference = []  # random weights: which of two near ties is chosen may depend on the tiles timed at start-up
-    return duration, (generate_faults.random_kill(job, duration, chance) for _ in range(3 * rounds)), []
+    attempts = (generate_faults.random_kill(job, duration, chance) for _ in range(3 * rounds))
+    return duration, (with_free_gpu(outcome, idle) for outcome in attempts), []
+
+
+RESUMED = 5  # one in so many killed runs on a GPU is started again: that a run resumes does not depend on the GPU
 
 
 def _train_gpu(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:
-    """Ranks that share a GPU, tensor-parallel over NCCL; started again by hand."""
-    from lab.faults.gpu import own_mps
+    """Ranks that share a GPU, tensor-parallel over NCCL."""
+    from lab.faults import train_faults
+    from lab.faults.gpu import own_mps, used_mib, with_free_gpu
     from lab.faults.jobs import TrainJob
 
     own_mps(directory)
     job = TrainJob(directory, steps=60, timeout=timeout, device="cuda")
-    return *_train_kills([job], chance, rounds, elastic=False), []
+    duration, idle = train_faults.undisturbed(job), used_mib()
+    attempts = (
+        train_faults.random_kill(job, duration, chance, elastic=False, again=turn % RESUMED == 0) for turn in range(3 * rounds)
+    )
+    return duration, (with_free_gpu(outcome, idle) for outcome in attempts), []
 
 
 def _adapt(directory: Path, chance: random.Random, rounds: int, timeout: float) -> tuple[float, Attempts, list[Fault]]:

@@ -1,12 +1,17 @@
-"""What fault campaigns on a GPU need: a checkpoint that the CUDA engine runs, and an MPS server of their own."""
+"""What fault campaigns on a GPU need: a checkpoint that the CUDA engine runs, an MPS server of their own, and whether the card is free."""
 
 from __future__ import annotations
 
 import atexit
 import os
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
+
+from lab.faults.outcome import Outcome
+
+SLACK_MIB = 100  # a rank's context alone takes several times as much
 
 
 def own_mps(directory: Path) -> None:
@@ -17,6 +22,25 @@ def own_mps(directory: Path) -> None:
         os.environ[variable] = str(folder)
     subprocess.run(["nvidia-cuda-mps-control", "-d"], check=True)
     atexit.register(subprocess.run, ["nvidia-cuda-mps-control"], input="quit\n", text=True, capture_output=True)
+
+
+def used_mib() -> int:
+    """Of the memory of all GPUs."""
+    command = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    return sum(map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()))
+
+
+def with_free_gpu(outcome: Outcome | None, idle_mib: int, within: float = 10.0) -> Outcome | None:
+    """What a run that has ended held of the card is free again: no more is used than between two runs."""
+    if outcome is None:
+        return None
+    deadline = time.monotonic() + within
+    while (used := used_mib()) > idle_mib + SLACK_MIB:
+        if time.monotonic() > deadline:
+            outcome.wrong.append(f"left behind: {used} MiB of the GPU are in use, {idle_mib} MiB between two runs")
+            break
+        time.sleep(0.2)
+    return outcome
 
 
 def engine_checkpoint(directory: Path) -> Path:

@@ -51,9 +51,11 @@ def copies(job: TrainJob) -> TrainJob:
     return replace(job, tp=1, dp=job.ranks, reference={})
 
 
-def random_kill(job: TrainJob, duration: float, chance: random.Random, elastic: bool) -> Outcome | None:
+def random_kill(
+    job: TrainJob, duration: float, chance: random.Random, elastic: bool, again: bool = True
+) -> Outcome | None:  # fmt: skip
     """SIGKILL to one of the ranks at a random moment; None if that was too late for it. ``elastic``: torchrun starts all again by
-    itself; else a user does."""
+    itself; else a user does, unless not ``again``."""
     victim = chance.randrange(job.ranks)
     job.prepare()
     command = elastic_command(job) if elastic else [*LADDER, *job.arguments()]
@@ -61,7 +63,7 @@ def random_kill(job: TrainJob, duration: float, chance: random.Random, elastic: 
         all_started(run, job)
         moment = run.wait_for_a_moment(chance, duration / 2, lambda: len(job.losses()), job.steps)
         held, ranks = run.traces(), run.ranks()
-        how = "restarted by torchrun" if elastic else "started again by hand"
+        how = "restarted by torchrun" if elastic else "started again by hand" if again else "not started again"
         outcome = Outcome("SIGKILL", f"rank {victim} (dp {job.dp} x tp {job.tp}), {moment} steps, {how}")
         if victim not in ranks:
             return None
@@ -79,6 +81,8 @@ def random_kill(job: TrainJob, duration: float, chance: random.Random, elastic: 
             error = rf"rank {victim} of {job.ranks} \(pid {ranks[victim]}\) on {HOST} was killed by SIGKILL"
             judge_end(outcome, run, held, bound=bound, codes={1}, error=error, wrong_output=job.wrong_losses(whole=False))
     look_at_checkpoints(job, outcome)
+    if not again:
+        return outcome
     return has_finished(job, outcome) if elastic else goes_on(job, outcome)
 
 

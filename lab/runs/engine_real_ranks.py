@@ -44,6 +44,11 @@ PARTS: dict[str, tuple[str, str, int | None]] = {
         None,
     ),
     "8b-tp2-prefill": ("engine", "prefill --model llama-3.1-8b --tp 2 --wirings standard,ladder,parallel --repeats 7", None),
+    "8b-tp1-e2e": (  # beside lab.serving.gpu --parts tp1
+        "engine",
+        "e2e --model llama-3.1-8b --tp 1 --batch 1,16,64 --prompt 256 --new 48 --links none --wirings standard,ladder --repeats 3",
+        None,
+    ),
     "8b-tp2-e2e": (
         "engine",
         "e2e --model llama-3.1-8b --tp 2 --prompt 512 --new 128 --wirings standard,ladder --repeats 3",
@@ -73,7 +78,8 @@ def main() -> None:
                 _twin(options.out, name, tp, options.timeout)
             continue
         folder, arguments, percent = PARTS[part]
-        _run(f"{arguments} --share-gpu", options.out / folder / f"real-{part}.json", percent, options.timeout)
+        shared = "" if "--tp 1 " in arguments else " --share-gpu"
+        _run(f"{arguments}{shared}", options.out / folder / f"real-{part}.json", percent, options.timeout)
 
 
 def _twin(out: Path, name: str, tp: str, timeout: float) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import statistics
 import subprocess
@@ -108,6 +109,7 @@ class Running:
     parent: Connection | None = None
     error: str | None = None
     start_s: float = 0.0
+    chose: str | None = None  # of VLLM_LADDER_OVERLAP
 
     def ask(self, request: dict[str, Any], seconds: float) -> dict[str, Any]:
         """The engine's answer; a failure ends its part in the run."""
@@ -185,8 +187,8 @@ class Run:
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        threading.Thread(target=self._log, args=(engine.name, process), daemon=True).start()
         running = Running(engine, process)
+        threading.Thread(target=self._log, args=(running,), daemon=True).start()
         threading.Thread(target=self._greet, args=(running, listener), daemon=True).start()
         return running
 
@@ -198,13 +200,15 @@ class Run:
             running.parent = connection
         listener.close()
 
-    def _log(self, name: str, process: subprocess.Popen[bytes]) -> None:
+    def _log(self, running: Running) -> None:
         """All engines write one file, so that few files come back from another machine."""
-        assert process.stdout is not None
+        name, output = running.engine.name, running.process.stdout
+        assert output is not None
         self.out.parent.mkdir(parents=True, exist_ok=True)
         with self.out.with_suffix(".log").open("ab", buffering=0) as log:
-            for line in process.stdout:
+            for line in output:
                 log.write(f"[{name}] ".encode() + line)
+                running.chose = choice_in(line.decode(errors="replace")) or running.chose
 
     def wait_for_all(self, running: list[Running]) -> None:
         deadline = min(time.monotonic() + 300, self.deadline)
@@ -231,6 +235,8 @@ class Run:
         self.result["parts"][part.name] = found
         for each in running:
             found["engines"][each.engine.name] = each.engine.described() | {"start_s": round(each.start_s, 1)}
+            if each.chose:
+                found["engines"][each.engine.name]["chose"] = each.chose
             if each.error:
                 found["engines"][each.engine.name]["message"] = each.error
         if part.judge:
@@ -279,6 +285,12 @@ class Run:
     def write(self) -> None:
         self.out.parent.mkdir(parents=True, exist_ok=True)
         self.out.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+
+
+def choice_in(line: str) -> str | None:
+    """What a line of the log says of the plugin's choice."""
+    found = re.search(r"All-reduces run (.*) \(VLLM_LADDER_OVERLAP=", line)
+    return found[1] if found else None
 
 
 def end(running: Running) -> None:

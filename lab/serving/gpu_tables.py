@@ -90,6 +90,7 @@ def tokens_table(parts: Mapping[str, Any]) -> str:
             engine = part["engines"][name]
             ranks = "one rank" if engine["tp"] == 1 else f"{engine['tp']} ranks, {engine['transport']}"
             way = {None: "", "always": ", beside", "never": ", in line"}[engine["overlap"]]
+            way += ", piecewise graphs" if engine.get("graphs") == "PIECEWISE" else ""
             model = "vLLM's own" if engine["wiring"] == OWN else engine["wiring"] + way
             share = found.get("message") or f"{found['chosen']} of {found['of']}"
             rows.append([model, engine["model"].partition("-")[2] if engine["model"] in QUANTISED else "bf16", ranks, share])

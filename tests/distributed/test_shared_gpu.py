@@ -90,9 +90,19 @@ def test_without_mps_one_line_says_what_it_costs_and_how_to_start_it(bare):
     assert shared_gpu.mps_state() == "off"  # its file is there, it is not
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may signal every process")
-def test_mps_of_another_user(bare):
-    start_mps(bare, 1)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files away")
+def test_mps_of_another_user_serves_nobody_else(bare):
+    start_mps(bare)
+    assert shared_gpu.mps_state() == "on"
+    os.chown(bare / "control", 12345, -1)
+    assert "MPS runs for another user" in shared_gpu.describe(2)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to everything")
+def test_mps_that_must_not_be_written_to_is_another_users(bare):
+    start_mps(bare, 1)  # root's process, which only root may signal
+    assert shared_gpu.mps_state() == "on"
+    (bare / "control").chmod(0o444)
     assert "MPS runs for another user" in shared_gpu.describe(2)
 
 

@@ -12,7 +12,8 @@ import pytest
 
 from lab.faults import generate_faults, train_faults
 from lab.faults.__main__ import faults
-from lab.faults.campaign import run_campaign
+from lab.faults.campaign import before, run_campaign
+from lab.faults.gpu import used_mib, with_free_gpu
 from lab.faults.inject import why_no_cgroup
 from lab.faults.jobs import LADDER, GenerateJob, TrainJob
 from lab.faults.outcome import Outcome, judge_end
@@ -39,6 +40,26 @@ def small_disk(tmp_path):
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(path)], check=True)
     yield path
     subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_no_kill_begins_after_its_time():
+    begun = []
+    attempts = (begun.append(number) or Outcome("SIGKILL", str(number)) for number in range(3))
+    assert list(before(0.0, attempts)) == begun == []  # long ago
+    assert [outcome.detail for outcome in before(None, attempts)] == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(("used", "free"), [("75\n", True), ("75\n512\n", False)])
+def test_a_gpu_that_is_not_free_after_a_run_is_told(tmp_path, monkeypatch, used, free):
+    """With the driver's program in the driver's place: two GPUs are two lines."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f"#!/bin/sh\nprintf '{used}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert used_mib() == sum(map(int, used.split()))
+    outcome = with_free_gpu(Outcome("SIGKILL"), idle_mib=75, within=0.3)
+    assert outcome.as_documented == free
+    assert with_free_gpu(None, idle_mib=75) is None
 
 
 def test_messages_of_errors():

@@ -57,10 +57,12 @@ def test_ways_to_run_an_all_reduce_have_a_table_of_their_own() -> None:
 
 def test_tokens_are_shares() -> None:
     engines = {"own": OWN | {"model": "small", "tp": 1}, "line": ENGINES["line"] | {"model": "small-fp8"}}
-    tokens = {"own": {"chosen": 180, "of": 192}, "line": {"message": "did not start"}}
+    engines["pieces"] = ENGINES["beside"] | {"model": "small", "graphs": "PIECEWISE"}
+    tokens = {"own": {"chosen": 180, "of": 192}, "line": {"message": "did not start"}, "pieces": {"chosen": 3, "of": 4}}
     (page,) = serving.on_one_card({"gpu": result(parity={"engines": engines, "tokens": tokens})})
     assert "| vLLM's own | bf16 | one rank | 180 of 192 |" in page
     assert "| ladder, in line | fp8 | 2 ranks, nccl | did not start |" in page
+    assert "| ladder, beside, piecewise graphs | bf16 | 2 ranks, nccl | 3 of 4 |" in page
 
 
 def test_of_a_part_in_several_results_the_last_counts() -> None:
@@ -100,6 +102,15 @@ def test_every_part_has_its_place_in_the_tables() -> None:
     for part in PARTS.values():
         assert all(f"| {each.name} |" in page for each in part.measurements)
     assert page.count("2 ranks, ") == sum(engine.tp > 1 for part in PARTS.values() if part.judge for engine in part.engines)
+
+
+def test_what_the_plugin_chose_is_read_from_its_log() -> None:
+    line = "INFO 11-19 [communicator.py:134] All-reduces run beside the modules for batches of about 1, 4 tokens, else in line "
+    assert (
+        gpu.choice_in(f"{line}(VLLM_LADDER_OVERLAP=auto)\n")
+        == "beside the modules for batches of about 1, 4 tokens, else in line"
+    )
+    assert gpu.choice_in("INFO 11-19 Residual wiring: ladder") is None
 
 
 def test_the_dry_run_says_how_long_and_how_much() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,17 @@ def sm_percentage() -> int:
 def mps_state() -> str:
     """``on``, ``off``, ``of another user`` or ``not installed``."""
     directory = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    control = directory / "control"
     try:
-        process = int((directory / "nvidia-cuda-mps-control.pid").read_text())
-        os.kill(process, 0)
+        with suppress(PermissionError):  # it is there, and another user's
+            os.kill(int((directory / "nvidia-cuda-mps-control.pid").read_text()), 0)
+        owner = control.stat().st_uid
     except PermissionError:
         return "of another user"
     except (OSError, ValueError):
         return "off" if shutil.which("nvidia-cuda-mps-control") else "not installed"
-    return "on" if os.access(directory / "control", os.W_OK) else "of another user"
+    # One that root has started serves every user, any other its own user alone.
+    return "on" if owner in (0, os.geteuid()) and os.access(control, os.W_OK) else "of another user"
 
 
 def sharing(ranks: int) -> dict[str, Any]:

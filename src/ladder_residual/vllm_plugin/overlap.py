@@ -67,10 +67,12 @@ class Overlap(NamedTuple):
         return any(pays for _, pays in self.pays)
 
     def __str__(self) -> str:
-        if len({pays for _, pays in self.pays}) == 1:
-            return "beside the modules" if self.anywhere else "in line with the modules"
-        counts = ", ".join(str(count) for count, pays in self.pays if pays)
-        return f"beside the modules for batches of about {counts} tokens, else in line"
+        if not self.anywhere:
+            return "in line with the modules"
+        text = "beside the modules"
+        if not all(pays for _, pays in self.pays):
+            text += f" for batches of about {', '.join(str(count) for count, pays in self.pays if pays)} tokens, else in line"
+        return f"{text}; prompts leave their CUDA graphs" if self.without_graphs else text
 
 
 ALWAYS, NEVER = Overlap(((1, True),), without_graphs=True), Overlap(((1, False),))
@@ -78,12 +80,12 @@ ALWAYS, NEVER = Overlap(((1, True),), without_graphs=True), Overlap(((1, False),
 
 def decide(times: Sequence[Mapping[int, Times]]) -> Overlap:
     """From every rank's times by number of tokens. All ranks must come to the same."""
-    pays, kept, left = [], 0.0, 0.0  # of prompts in graphs, and of the same without
+    pays, kept, left = [], 0.0, 0.0  # of prompts in line in graphs, and of the same beside without
     for tokens in sorted(times[0]):
         ranks = [rank[tokens] for rank in times]
         in_line, beside = sum(each.in_line for each in ranks), sum(each.beside for each in ranks)
         pays.append((tokens, beside < (GAIN if ranks[0].graph else PROMPT_GAIN) * in_line))
-        if tokens >= PROMPT and ranks[0].beside_without_graph is not None:
+        if pays[-1][1] and tokens >= PROMPT and ranks[0].beside_without_graph is not None:
             kept += in_line
             left += sum(each.beside_without_graph or 0.0 for each in ranks)
     return Overlap(tuple(pays), without_graphs=left < PROMPT_GAIN * kept)
