@@ -22,6 +22,7 @@ from typing import NamedTuple, TextIO
 from lab.serving.gpu import MPS, multi_process_service
 
 SECONDS = 570.0  # of all parts
+GRACE = 10.0  # seconds of a part that is asked to end
 
 
 class Part(NamedTuple):
@@ -33,16 +34,13 @@ class Part(NamedTuple):
 
 PARTS = {
     "vllm": [
+        Part("times", 300, "-m lab.serving.gpu --parts ipc+nccl --rounds 3 --budget 280 --out OUT/gpu-times.json"),
         Part(
-            "vllm",
-            480,
-            "-m lab.serving.gpu --parts ipc+nccl,parity,emulated --rounds 4 --budget 460 --out OUT/gpu-session.json",
+            "tokens",
+            125,
+            "-m lab.serving.gpu --parts parity+wirings --engines own-ipc,piecewise,delayed --budget 110 --out OUT/gpu-tokens.json",
         ),
-        Part(
-            "engine-tp1",
-            90,
-            "-m lab.runs.engine_real_ranks --parts 8b-tp1-e2e --out OUT --timeout 85",
-        ),
+        Part("70b-tp8", 145, "-m lab.serving.gpu --parts emulated --rounds 2 --budget 130 --out OUT/gpu-emulated.json"),
     ],
     "ranks": [
         Part("logits-tp4", 170, "tests/gpu/test_ranks_gpu.py 4 --seconds 140 --out OUT", mps=True),
@@ -51,12 +49,13 @@ PARTS = {
         Part("70b-tp8", 120, "-m lab.runs.engine_real_ranks --parts 70b-tp8 --out OUT --timeout 115", mps=True),
     ],
     "kills": [
+        Part("engine-tp1", 90, "-m lab.runs.engine_real_ranks --parts 8b-tp1-e2e --out OUT --timeout 85"),
         Part(
             "generate",
-            300,
-            "-m lab.faults --what generate-gpu --rounds 20 --named none --seconds 270 --out OUT/generate-gpu.json",
+            250,
+            "-m lab.faults --what generate-gpu --rounds 20 --named none --seconds 220 --out OUT/generate-gpu.json",
         ),
-        Part("train", 260, "-m lab.faults --what train-gpu --rounds 20 --named none --seconds 220 --out OUT/train-gpu.json"),
+        Part("train", 230, "-m lab.faults --what train-gpu --rounds 20 --named none --seconds 190 --out OUT/train-gpu.json"),
     ],
 }
 
@@ -96,6 +95,9 @@ def run(part: Part, out: Path, log: TextIO, ends: float) -> str:
         ended = f"exit code {process.wait(min(part.seconds, left))}"
     except subprocess.TimeoutExpired:
         ended = "not done"
+        process.send_signal(signal.SIGINT)  # it ends what it has started in sessions of their own
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

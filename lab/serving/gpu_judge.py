@@ -16,6 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from ladder_residual.core.config import RANK_DEPENDENT, Wiring
+from ladder_residual.distributed.call import call_on_ranks
+from ladder_residual.distributed.world import distributed
 from ladder_residual.models.convert import convert
 
 if TYPE_CHECKING:
@@ -67,6 +70,10 @@ class Judge:
                 continue
             engine = engines[name]
             key = (engine.model, "standard" if engine.wiring == "own" else engine.wiring)
+            if engine.tp > 1 and Wiring.parse(key[1], LAYERS).kind in RANK_DEPENDENT:
+                chosen = agreeing_on_ranks(folder / key[0], key[1], engine.tp, prompts(), answer["tokens"])
+                found[name] = {"chosen": chosen, "of": len(PROMPTS) * NEW_TOKENS}
+                continue
             if key not in judges:
                 judges[key] = _float32(folder / (f"{key[0]}-judge" if key[0] in QUANTISED else key[0]), key[1])
             found[name] = {"chosen": agreeing(judges[key], prompts(), answer["tokens"]), "of": len(PROMPTS) * NEW_TOKENS}
@@ -85,6 +92,19 @@ def agreeing(model: Any, given: list[list[int]], answers: list[list[int]]) -> in
         logits = model(torch.tensor([prompt + answer[:-1]])).logits[0, len(prompt) - 1 :]
         count += int((logits.argmax(-1) == torch.tensor(answer)).sum())
     return count
+
+
+def agreeing_on_ranks(directory: Path, wiring: str, ranks: int, given: list[list[int]], answers: list[list[int]]) -> int:
+    """The same of a wiring that is another model on another number of ranks, which run here on the CPU."""
+    asked: dict[str, Any] = {"directory": directory, "wiring": wiring, "given": given, "answers": answers, "device": "cpu"}
+    return call_on_ranks(judge_as_rank, ranks, asked)
+
+
+def judge_as_rank(directory: str, wiring: str, given: list[list[int]], answers: list[list[int]], device: str) -> int:
+    from ladder_residual.models.loading import load_model
+
+    with distributed(device) as world:
+        return agreeing(load_model(directory, world, wiring=wiring, dtype="float32").eval(), given, answers)
 
 
 def _float32(directory: Path, wiring: str) -> Any:

@@ -201,6 +201,7 @@ PARTS = {
             "wirings",
             [
                 small("wirings-hybrid", "ladder:last-half", 2, "ipc", overlap="always"),
+                small("wirings-delayed", "delayed-1", 2, "ipc", overlap="always"),
                 small("wirings-parallel", "parallel", 2, "ipc", overlap="always", model="small-parallel"),
             ],
             judge=Judge(),

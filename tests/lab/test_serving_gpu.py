@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 
 from lab.reports import serving
 from lab.serving import gpu
-from lab.serving.gpu_judge import LAYERS, QUANTISED, write_small
+from lab.serving.gpu_judge import LAYERS, QUANTISED, agreeing_on_ranks, write_small
 from lab.serving.gpu_pack import BINARY, FATBIN_MAGIC, HOPPER, keep_architecture
 from lab.serving.gpu_parts import PARTS
+from ladder_residual.models.loading import load_model
 from ladder_residual.models.quantization.checkpoint import QuantizedCheckpoint, open_checkpoint
 
 OWN = {"wiring": "own", "tp": 2, "transport": "nccl", "model": "llama-3.1-8b", "overlap": None}
@@ -102,6 +103,15 @@ def test_every_part_has_its_place_in_the_tables() -> None:
     for part in PARTS.values():
         assert all(f"| {each.name} |" in page for each in part.measurements)
     assert page.count("2 ranks, ") == sum(engine.tp > 1 for part in PARTS.values() if part.judge for engine in part.engines)
+
+
+def test_a_wiring_that_depends_on_the_ranks_is_judged_on_as_many(tmp_path: Path) -> None:
+    write_small(tmp_path, "small")
+    given = [[5, 6, 7, 8, 9], [10, 11, 12]]
+    model = load_model(tmp_path / "small", wiring="ladder", dtype="float32")
+    answers = [model.generate(torch.tensor([ids]), max_new_tokens=8, do_sample=False)[0, len(ids) :].tolist() for ids in given]
+    assert agreeing_on_ranks(tmp_path / "small", "ladder", 2, given, answers) == 16
+    assert agreeing_on_ranks(tmp_path / "small", "delayed-1", 2, given, answers) < 16
 
 
 def test_what_the_plugin_chose_is_read_from_its_log() -> None:

@@ -19,10 +19,9 @@ SERVED_FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen2_moe", "qwen3_moe"),
     *("gemma", "gemma2", "gemma3_text", "granite", "phi3", "smollm3"),
 )
-UNSERVED = dict.fromkeys(
-    ("olmo", "olmo2", "olmo3", "starcoder2", "gpt_neox"),
-    "vLLM runs this family with the layers of transformers, which the plugin does not rewire",
-)
+_LAYERS = "vLLM runs this family with the layers of transformers{since}, which the plugin does not rewire"
+UNSERVED = dict.fromkeys(("olmo", "olmo2", "starcoder2"), _LAYERS.format(since=""))
+UNSERVED |= {"olmo3": _LAYERS.format(since=" since 0.29"), "gpt_neox": _LAYERS.format(since=" since 0.32")}
 
 
 def register() -> None:
