@@ -13,8 +13,10 @@ def pages() -> dict[str, str]:
     return {"faults.md": render(read_results("faults"))}
 
 
-CAMPAIGNS = ("generate", "train", "train-2x2", "adapt", "convert", "prepare")
+CAMPAIGNS = ("generate", "generate-gpu", "train", "train-gpu", "train-2x2", "adapt", "convert", "prepare")
 COMMANDS = {
+    "generate-gpu": "generate, 2 ranks share a GPU",
+    "train-gpu": "train, 2 ranks share a GPU",
     "train-2x2": "train, dp 2 x tp 2",
     "adapt": "adapt, 2 ranks",
     "convert": "convert --overwrite",

@@ -70,7 +70,33 @@ def render(engine: Mapping[str, Any], train: Mapping[str, Any]) -> str:
             made=f"Medians of {steps[0]['repeats']} steps; quartiles differ by up to 10 % from them. {conditions(*steps)}",
         ),
     ]
+    logits = sorted((each for name, each in engine.items() if name.startswith("real-logits-")), key=lambda each: each["ranks"])
+    losses = [train["train-losses"]] if "train-losses" in train else []
+    if logits or losses:
+        sections.append(
+            section(
+                "Against one process",
+                "Logits of a small model, relative to float32 with every rank's shard: every wiring and schedule, batch 1, 3 and 16, both "
+                "transports. Losses of 20 training steps, relative to one process.",
+                agreement_table(logits, losses),
+                command="python tests/gpu/test_ranks_gpu.py --out results/engine",
+                made=conditions(*logits, *losses),
+            )
+        )
     return page("Real ranks on one GPU", ABOUT, sections)
+
+
+def agreement_table(logits: Iterable[Mapping[str, Any]], losses: Iterable[Mapping[str, Any]]) -> str:
+    rows = [
+        (f"logits, TP={each['ranks']}", f"{each['compared']} of {each['of']} cases", f"{each['worst_relative_error']:.4f}")
+        for each in logits
+    ]
+    for result in losses:
+        for row in result["rows"]:
+            name = f"losses, {row['precision']}{', compiled' if row['compiled'] else ''}"
+            differences = row.get("largest_relative_difference", {})
+            rows += [(name, layout, f"{worst:.1e}") for layout, worst in differences.items()] or [(name, "", "failed")]
+    return table(["what", "of", "largest relative difference"], rows)
 
 
 def cases(decode: Iterable[Mapping[str, Any]]) -> Iterable[tuple[Mapping[str, Any], dict[str, Mapping[str, Any]]]]:

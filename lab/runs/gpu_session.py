@@ -45,7 +45,7 @@ PARTS = {
     "ranks": [
         Part("logits-tp4", 170, "tests/gpu/test_ranks_gpu.py 4 --seconds 140 --out OUT", mps=True),
         Part("logits-tp8", 200, "tests/gpu/test_ranks_gpu.py 8 --seconds 160 --out OUT", mps=True),
-        Part("losses", 120, "tests/gpu/test_train_ranks_gpu.py", mps=True),
+        Part("losses", 120, "tests/gpu/test_train_ranks_gpu.py --out OUT/train-losses.json", mps=True),
         Part("70b-tp8", 120, "-m lab.runs.engine_real_ranks --parts 70b-tp8 --out OUT --timeout 115", mps=True),
     ],
     "kills": [

@@ -1,25 +1,30 @@
 """Training on real ranks that share a GPU, over NCCL: the losses of TP=2, FSDP=2 and 2 x 2 against one process.
 
-``PYTHONPATH=src:. python tests/gpu/test_train_ranks_gpu.py`` runs it from a clone without pytest.
+``PYTHONPATH=src:. python tests/gpu/test_train_ranks_gpu.py`` runs it from a clone without pytest; ``--out FILE`` writes what was compared.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from lab.faults.jobs import LADDER, TrainJob
+from ladder_residual.common.environment import environment
 
+SETTINGS = [("fp32", False), ("bf16", False), ("fp32", True)]
 try:
     import pytest
 
     pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
-    each_setting = pytest.mark.parametrize(("precision", "compiled"), [("fp32", False), ("fp32", True), ("bf16", False)])
+    each_setting = pytest.mark.parametrize(("precision", "compiled"), SETTINGS)
 except ImportError:  # a bare machine: main() below reads the same table
 
     def each_setting(function):  # type: ignore[no-redef, misc]
@@ -40,28 +45,40 @@ def losses(folder: Path, layout: str, precision: str, compiled: bool) -> dict[in
     return job.losses()
 
 
-@each_setting
-def test_losses_equal_one_process(precision: str, compiled: bool) -> None:
+def largest_differences(precision: str, compiled: bool) -> dict[str, float]:
+    """Of a loss from that of one process, relative, by layout."""
     with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(len(LAYOUTS)) as pool:
         runs = {name: pool.submit(losses, Path(scratch), name, precision, compiled) for name in LAYOUTS}
         found = {name: run.result() for name, run in runs.items()}
     alone = found.pop("one process")
     assert len(alone) == 20
     assert alone[20] < alone[1]  # it learns
-    worst = {name: max(abs(run[step] / alone[step] - 1) for step in alone) for name, run in found.items()}
-    print(f"{precision}{', compiled' if compiled else ''}: largest relative difference of a loss {worst}", flush=True)
+    return {name: max(abs(run[step] / alone[step] - 1) for step in alone) for name, run in found.items()}
+
+
+@each_setting
+def test_losses_equal_one_process(precision: str, compiled: bool) -> None:
+    worst = largest_differences(precision, compiled)
     assert max(worst.values()) <= TOLERANCE[precision], worst
 
 
 def main() -> int:
-    failures = 0
-    for precision, compiled in (("fp32", False), ("fp32", True), ("bf16", False)):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=Path, help="Write the differences here, a JSON result.")
+    out, rows = parser.parse_args().out, []
+    for precision, compiled in SETTINGS:
+        row: dict[str, Any] = {"precision": precision, "compiled": compiled, "tolerance": TOLERANCE[precision]}
         try:
-            test_losses_equal_one_process(precision, compiled)
+            row["largest_relative_difference"] = largest_differences(precision, compiled)
+            row["passed"] = max(row["largest_relative_difference"].values()) <= TOLERANCE[precision]
         except AssertionError as error:
-            failures += 1
-            print(f"FAILED {precision} compiled={compiled}: {error}", flush=True)
-    return int(failures > 0)
+            row |= {"passed": False, "message": str(error)}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+        if out:  # also if the rest is not reached
+            result = {"benchmark": "train-losses", "steps": 20, "of": len(SETTINGS), "rows": rows, **environment()}
+            out.write_text(json.dumps(result, indent=1) + "\n")
+    return int(not all(row["passed"] for row in rows))
 
 
 if __name__ == "__main__":

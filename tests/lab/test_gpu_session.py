@@ -29,7 +29,10 @@ def test_a_call_runs_what_there_is_and_ends_in_time(call):
 def test_the_dry_run_starts_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.argv", ["gpu_session", "ranks", "--parts", "losses", "--dry-run", "--out", str(tmp_path / "out")])
     gpu_session.main()
-    assert capsys.readouterr().out == "losses: at most 120 s, with MPS: python tests/gpu/test_train_ranks_gpu.py\n"
+    assert (
+        capsys.readouterr().out
+        == "losses: at most 120 s, with MPS: python tests/gpu/test_train_ranks_gpu.py --out OUT/train-losses.json\n"
+    )
     assert not (tmp_path / "out").exists()
 
 
