@@ -119,7 +119,10 @@ def test_a_lora_run_resumes_exactly(ground):
     changes = dict(method="lora", lora_rank=4, learning_rate=1e-2, save_every=2, tokens=512 * 4)
     run(ground, "lora-unbroken", **changes)
     assert stop_after_a_checkpoint(ground, "lora-broken", **changes) == "stopped"
+    logs = [ground / f"lora-{name}.training" / "heldout.jsonl" for name in ("unbroken", "broken")]
+    logs[1].write_text(logs[1].read_text() + '{"step": 3, "te')  # a crash cuts a line
     run(ground, "lora-broken", **changes)
+    assert len({tuple(json.loads(line)["step"] for line in log.read_text().splitlines()) for log in logs}) == 1
     assert losses(ground, "lora-broken") == losses(ground, "lora-unbroken")
     assert digest(ground / "lora-broken" / "model.safetensors") == digest(ground / "lora-unbroken" / "model.safetensors")
 

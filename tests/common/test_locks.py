@@ -34,6 +34,12 @@ def test_a_second_writer_hears_who_holds_the_place(tmp_path, kind):
     assert sorted(str(left.relative_to(tmp_path)) for left in tmp_path.rglob("*")) == (["place"] if path.exists() else [])
 
 
+def test_a_link_is_the_file_it_leads_to(tmp_path):
+    (tmp_path / "link").symlink_to("place")
+    with Lock(tmp_path / "place"), pytest.raises(ValueError, match="link is in use by process"):
+        Lock(tmp_path / "link")
+
+
 def test_the_lock_of_a_killed_process_is_free(tmp_path):
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert holder.stdout.readline() == b"held\n"

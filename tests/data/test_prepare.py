@@ -314,6 +314,12 @@ def test_an_unfinished_run_of_other_settings_is_not_continued(tmp_path, made, mo
     shard.write_bytes(shard.read_bytes()[:-2] + b"\x05\x00")
     with pytest.raises(ValueError, match=r"00001\.tokens is damaged"):
         made(source, out=out, shard_tokens=2000)
+    progress = json.loads((out / "progress.json").read_text())
+    shards = [progress["shards"][0] | {"name": "../elsewhere"}, *progress["shards"][1:]]
+    for odd in ({"settings": [1]}, {"consumed": "3"}, {"shards": shards}, {"shards": [{}]}, {"shards": 7}):
+        (out / "progress.json").write_text(json.dumps(progress | odd))
+        with pytest.raises(ValueError, match=r"cannot read .*progress\.json: .*; use --overwrite"):
+            made(source, out=out, shard_tokens=2000)
 
 
 @pytest.mark.parametrize("overwrite", [False, True])

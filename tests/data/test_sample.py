@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from ladder_residual.cli.main import app
+from ladder_residual.common.locks import Lock
 from ladder_residual.data.batched_sampling import ATTENTION, EMPTY, WINDOW, BatchedSampler, Start, register_attention
 from ladder_residual.data.sample import Memory, Sampler, SampleSettings, load_for_sampling, to_lines
 from ladder_residual.data.tokenizer import ChatForm, end_of_document, first_token
@@ -265,6 +266,16 @@ def test_an_existing_file_is_kept(demo_dir, tmp_path):
     done = CliRunner().invoke(app, ["data", "sample", str(demo_dir), str(out), "--tokens", "5"])
     assert "exists; choose another name or use --overwrite" in str(done.exception)
     assert out.read_text() == "precious"
+
+
+def test_a_second_writer_of_the_same_file_is_refused(demo_dir, tmp_path, monkeypatch):
+    out, command = tmp_path / "out.jsonl", ["data", "sample", str(demo_dir), str(tmp_path / "out.jsonl"), "--tokens", "5"]
+    with Lock(out):
+        done = CliRunner().invoke(app, command)
+    assert f"{out} is in use by process {os.getpid()}" in str(done.exception)
+    assert not out.exists()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "sampling is done by one process; 2 were started" in str(CliRunner().invoke(app, command).exception)
 
 
 def test_an_interrupt_keeps_finished_batches(demo_dir, tmp_path):

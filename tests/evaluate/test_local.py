@@ -1,6 +1,7 @@
 """Tasks from files: found, checked row by row, and described where they differ from the harness's own."""
 
 import copy
+import gzip
 import json
 from pathlib import Path
 
@@ -180,6 +181,11 @@ def test_files_that_hold_no_rows(tmp_path):
             (tmp_path / name).write_bytes(b"no archive")
         with pytest.raises(ValueError, match="cannot read"):
             read_rows(tmp_path / name, "piqa")
+    packed = bytearray(gzip.compress(b"x" * 1000))
+    packed[12] ^= 0xFF
+    (tmp_path / "piqa_val.jsonl.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match="cannot read"):
+        read_rows(tmp_path / "piqa_val.jsonl.gz", "piqa")
     path.write_bytes(b"\xff\xfe\n")
     with pytest.raises(ValueError, match="cannot read"):
         read_rows(path, "piqa")

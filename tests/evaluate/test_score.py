@@ -210,6 +210,7 @@ def test_damaged_files_are_named(tmp_path):
         ([header, "[[1],[-4]]"], "line 2: expected"),
         ([header, "[[1],[true]]"], "line 2: expected"),
         ([header, "[[1],[2]]"], "announces 2 requests and holds 1"),
+        ([header.replace("2", '"2"')], "is no requests file"),
     ]:
         with pytest.raises(ValueError, match=message):
             Requests.load(requests_file(*lines))
@@ -218,6 +219,15 @@ def test_damaged_files_are_named(tmp_path):
         for load in (Scores.load, load_scores):
             with pytest.raises(ValueError, match="is no scores file"):
                 load(tmp_path / "s.json")
+    for odd in ("NaN", "1e999", "1" * 400):
+        (tmp_path / "s.json").write_text(f'{{"format": "ladder-residual scores 1", "scores": {{"a": [{odd}, 1]}}}}')
+        with pytest.raises(ValueError, match="is no scores file"):
+            load_scores(tmp_path / "s.json")
+    packed = bytearray(requests_file(header, *["[[1],[2]]"] * 2).read_bytes())
+    packed[12] ^= 0xFF
+    (tmp_path / "r.gz").write_bytes(packed)
+    with pytest.raises(ValueError, match="cannot read the requests"):
+        Requests.load(tmp_path / "r.gz")
     (tmp_path / "s.json").write_text('{"before": {"format": "ladder-residual scores 1"}}')
     with pytest.raises(ValueError, match="s.json, before is no scores file"):
         load_scores(tmp_path / "s.json")

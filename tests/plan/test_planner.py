@@ -220,11 +220,15 @@ def test_unreadable_and_absent_configs(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not a readable JSON"):
+    with pytest.raises(ValueError, match="not readable JSON"):
         resolve_model(str(tmp_path))
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="must hold a JSON object"):
+    with pytest.raises(ValueError, match="holds a list, expected an object"):
         resolve_model(str(tmp_path))
+    for odd in ("[" * 100_000, '{"a": ' + "1" * 5000 + "}"):
+        (tmp_path / "config.json").write_text(odd)
+        with pytest.raises(ValueError, match=r"config\.json is not readable JSON"):
+            resolve_model(str(tmp_path))
 
 
 def test_unknown_model_lists_near_presets(monkeypatch):

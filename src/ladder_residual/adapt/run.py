@@ -27,6 +27,7 @@ from ..models.convert import files_along, rewired_config
 from ..models.families import family_of
 from ..models.finite import NonFiniteError, cast_finite
 from ..models.hf_config import wiring_of
+from ..train.logs import drop_beyond, read_events
 from ..train.run_lock import run_lock
 from ..train.stop_signal import StopSignal, ignoring_interrupts
 from .build import build_trainer, load_models, tensorboard
@@ -231,8 +232,9 @@ class Curve(TrainerCallback):
                 kept.unlink(missing_ok=True)
             self.before = self.measure(0)
         elif kept.exists():
-            points = [json.loads(line) for line in kept.read_text(encoding="utf-8").splitlines()]
-            self.points = [point for point in points if point["step"] <= state.global_step]
+            if state.is_world_process_zero:
+                drop_beyond(kept, state.global_step)
+            self.points = [point for point in read_events(kept) if point["step"] <= state.global_step and "texts" in point]
             self.before = self.points[0]["texts"] if self.points and self.points[0]["step"] == 0 else {}
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:

@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from ..common.files import check_can_write
+from ..common.locks import Lock
 from ..common.terminal import show
+from ..distributed.launch import launched
 from ..models.preflight import check_source
 from .options import Device, Dtype
 
@@ -152,6 +154,8 @@ def sample_command(
         random_first=random_first,
         write=write,
     )
+    if (ranks := launched()) > 1:
+        raise ValueError(f"sampling is done by one process; {ranks} were started. Start one per GPU, each with its --seed")
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists; choose another name or use --overwrite")
     check_can_write(out)
@@ -159,11 +163,7 @@ def sample_command(
     from ..data.sample import Sampler, load_for_sampling, write_samples
     from ..distributed.world import distributed
 
-    with distributed(device) as world:
-        if world.size > 1:
-            raise ValueError(
-                f"sampling is done by one process; {world.size} were started. Start one per GPU, each with its --seed"
-            )
+    with Lock(out), distributed(device) as world:
         model, tokenizer = load_for_sampling(source, world, dtype)
         sampler = Sampler(model, tokenizer, settings)
         memory = sampler.memory

@@ -21,8 +21,8 @@ class Lock:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._file = path / ".lock" if path.is_dir() else path.with_name(f".{path.name}.lock")
+        self.path, real = path, path.resolve()  # a link to a file is that file
+        self._file = real / ".lock" if real.is_dir() else real.with_name(f".{real.name}.lock")
         try:
             while True:
                 self._descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)

@@ -50,6 +50,18 @@ class Shard:
         return f"{self.name}.documents"
 
 
+def read_shards(listed: Any, *more_numbers: Any) -> tuple[Shard, ...]:
+    """What an index or a list of finished shards says. TypeError or ValueError if that cannot be."""
+    shards = tuple(Shard(**shard) for shard in listed)
+    numbers = [*more_numbers, *(number for shard in shards for number in (shard.tokens, shard.documents))]
+    if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
+        raise ValueError("numbers that are none")
+    texts = [text for shard in shards for text in (shard.name, shard.sha256, shard.documents_sha256)]
+    if not all(type(text) is str and re.fullmatch(r"\w{1,100}", text) for text in texts):
+        raise ValueError("names or checksums of shards that are none")
+    return shards
+
+
 @dataclass(frozen=True)
 class Corpus:
     """An opened directory of shards. Nothing is read until tokens are asked for."""
@@ -88,14 +100,7 @@ class Corpus:
                 f"{path} has version {index.get('version')!r:.40}, this program reads version {VERSION}; prepare it again"
             )
         try:
-            shards = tuple(Shard(**shard) for shard in index["shards"])
-            numbers = [index["vocab_size"], index["end_of_document"]]
-            numbers += [number for shard in shards for number in (shard.tokens, shard.documents)]
-            if not all(type(number) is int and 0 <= number < 1 << 62 for number in numbers):
-                raise ValueError("numbers that are none")
-            texts = [text for shard in shards for text in (shard.name, shard.sha256, shard.documents_sha256)]
-            if not all(type(text) is str and re.fullmatch(r"\w{1,100}", text) for text in texts):
-                raise ValueError("names or checksums of shards that are none")
+            shards = read_shards(index["shards"], index["vocab_size"], index["end_of_document"])
             if not any(shard.documents for shard in shards):
                 raise ValueError("no documents")
             if not all(type(index.get(key, {})) is dict for key in ("tokenizer", "prepared")):

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..common.locks import Lock
-from .corpus import ENDS_DTYPE, INDEX, TOKEN_DTYPES, Corpus, Shard, dtype_for
+from .corpus import ENDS_DTYPE, INDEX, TOKEN_DTYPES, Corpus, Shard, dtype_for, read_shards
 
 PROGRESS = "progress.json"
 PARTIAL = ".partial"
@@ -98,9 +98,9 @@ class CorpusWriter:
         if path.exists():
             try:
                 progress = json.loads(path.read_text(encoding="utf-8"))
-                shards = [Shard(**shard) for shard in progress["shards"]]
-                consumed, settings = int(progress["consumed"]), progress["settings"]
-            except (OSError, ValueError, KeyError, TypeError) as error:
+                consumed, settings = progress["consumed"], dict(progress["settings"])
+                shards = read_shards(progress["shards"], consumed)
+            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
                 raise ValueError(f"cannot read {path}: {error}; use --overwrite to start again") from error
             mine = json.loads(json.dumps(self._settings()))
             if settings != mine:
@@ -110,7 +110,7 @@ class CorpusWriter:
                     "repeat them, choose another directory or use --overwrite"
                 )
             self._as_corpus(shards).check(checksums=True)
-            self.shards, self.consumed = shards, consumed
+            self.shards, self.consumed = list(shards), consumed
         for left in self.directory.glob("*" + PARTIAL):
             left.unlink()
 
@@ -118,7 +118,7 @@ class CorpusWriter:
         own = {name: getattr(self, name) for name in ("vocab_size", "end_of_document", "shard_tokens", "tokenizer")}
         return own | self.prepared
 
-    def _as_corpus(self, shards: list[Shard]) -> Corpus:
+    def _as_corpus(self, shards: Sequence[Shard]) -> Corpus:
         return Corpus(
             self.directory,
             dtype_for(self.vocab_size),

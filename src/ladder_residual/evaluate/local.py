@@ -10,6 +10,7 @@ import gzip
 import json
 import lzma
 import re
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,7 +120,7 @@ def read_text(path: Path) -> str:
     try:
         with opener(path, "rt", encoding="utf-8", newline="") as file:
             return str(file.read())
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, UnicodeDecodeError) as error:
         raise ValueError(f"cannot read {path}: {error}") from error
 
 

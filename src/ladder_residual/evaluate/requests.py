@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -59,13 +60,14 @@ class Requests:
         try:
             with gzip.open(path, "rt", encoding="utf-8") as file:
                 lines = file.read().splitlines()
-        except (OSError, EOFError, UnicodeDecodeError) as error:
+        except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
             raise ValueError(f"cannot read the requests in {path}: {error}") from error
         header = _json(path, 1, lines[0] if lines else "")
         if (
             not isinstance(header, dict)
             or header.get("format") != REQUESTS_FORMAT
             or not isinstance(header.get("groups"), dict)
+            or not all(type(size) is int and size >= 0 for size in header["groups"].values())
         ):
             raise ValueError(f"{path} is no requests file; `ladder eval ... --requests-out FILE` writes one")
         requests = [_request(path, number, line) for number, line in enumerate(lines[1:], 2)]
@@ -148,7 +150,9 @@ def _scores(where: str | Path, document: Any) -> Scores:
         if about.pop("format") != SCORES_FORMAT:
             raise KeyError("format")
         scores = {key: Score(float(logprob), bool(greedy)) for key, (logprob, greedy) in about.pop("scores").items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if not all(math.isfinite(score.logprob) for score in scores.values()):
+            raise ValueError("a score is NaN or infinite")
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise _no_scores(where, error) from error
     return Scores(scores, about)
 

@@ -180,6 +180,12 @@ def load(path: str | Path) -> Result:
         raise ValueError(f"cannot read {path}: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{path} is no evaluation; `ladder eval ... --out FILE.json` writes one") from error
+    try:  # now, and not after a model was scored to be compared with it
+        for row in compare(result, result):
+            float(row["value"])  # whole numbers may be beyond floats
+        compare_perplexity(result, result)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is damaged; missing or wrong: {str(error) or type(error).__name__:.200}") from error
     return dict(result)
 
 

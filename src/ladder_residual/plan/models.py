@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 from ..common.suggest import did_you_mean
+from ..models.checkpoint_reader import read_json
 from ..models.hub import fetch, may_be_hub_id
 from ..models.presets import ModelShape, presets
 from ..models.quantization.spec import read_spec
@@ -36,7 +35,7 @@ def stored_weights(name: str) -> str:
     if name in presets():
         return "bf16"
     _, file = _config_file(name)
-    config = _config(file)
+    config = read_json(file)
     try:
         spec = read_spec(config, file)
     except ValueError as error:  # what cannot be loaded can still be planned
@@ -63,7 +62,7 @@ def _config_file(name: str) -> tuple[str, Path]:
 
 
 def shape_of_config(file: Path) -> ModelShape:
-    config = _config(file)
+    config = read_json(file)
     for key, what in UNSUPPORTED.items():
         if config.get(key):
             raise ValueError(f"{file}: {key} says this is {what}; the planner knows decoders whose layers are alike")
@@ -80,13 +79,3 @@ def shape_of_config(file: Path) -> ModelShape:
             f"{file}: decoder_sparse_step={step!r:.20} puts dense layers between; the planner knows layers that are alike"
         )
     return shape
-
-
-def _config(file: Path) -> dict[str, Any]:
-    try:
-        config: Any = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{file} is not a readable JSON file: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{file} must hold a JSON object, found {type(config).__name__}")
-    return config

@@ -28,7 +28,7 @@ class Logs:
             return
         directory.mkdir(parents=True, exist_ok=True)
         self.path = directory / NAME
-        _drop_beyond(self.path, start)
+        drop_beyond(self.path, start)
         self.file = self.path.open("a", encoding="utf-8")
         if recipe.log.tensorboard:
             try:
@@ -99,9 +99,14 @@ class Logs:
 
 
 def read_log(directory: Path) -> list[dict[str, Any]]:
-    """The events of a run, as far as they are whole: a crash cuts the last line."""
+    """The events of a run, as far as they are whole."""
+    return read_events(directory / NAME)
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file as far as they are whole: a crash cuts the last one."""
     events = []
-    for line in (directory / NAME).read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             event = json.loads(line)
         except (ValueError, RecursionError):
@@ -112,8 +117,8 @@ def read_log(directory: Path) -> list[dict[str, Any]]:
     return events
 
 
-def _drop_beyond(path: Path, step: int) -> None:
+def drop_beyond(path: Path, step: int) -> None:
     if not path.exists():
         return
-    kept = [event for event in read_log(path.parent) if event["step"] <= step] if step else []
+    kept = [event for event in read_events(path) if event["step"] <= step] if step else []
     replace_text(path, "".join(json.dumps(event) + "\n" for event in kept))
