@@ -18,7 +18,7 @@ def test_inspect_prints_text_or_json(demo_dir):
 def test_inspect_says_how_weights_are_quantised(demo_dir, tmp_path):
     done = CliRunner().invoke(app, ["convert", str(demo_dir), str(tmp_path / "fp8"), "--quantize", "fp8"])
     assert done.exit_code == 0, done.output
-    assert "standard -> standard" in done.output
+    assert "wiring   standard   |||||" in done.output
     said = CliRunner().invoke(app, ["inspect", str(tmp_path / "fp8")]).output
     assert "quantised   fp8 (compressed-tensors, a scale per channel)\n" in said
     assert "dequantised" in said

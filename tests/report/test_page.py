@@ -70,6 +70,7 @@ def page(tmp_path_factory) -> Path:
     (folder / "recovered.json").write_text(json.dumps({"name": "recovered <b>", "quality": quality}))
     for name, ppl in (("original", 20.0), ("converted", 25.0)):
         rows = [{"task": "arc_easy", "metric": "acc", "value": 0.5, "stderr": 0.01, "shown": True}]
+        rows += [{"task": "wikitext", "metric": "word_perplexity", "value": 33.25, "stderr": None}]
         document = {"format": "ladder-residual evaluation 1", "model": name, "rows": rows, "perplexity": {"ppl": ppl}}
         (folder / f"eval-{1 if name == 'original' else 2}.json").write_text(json.dumps(document))
     (folder / "adapt.json").write_text(json.dumps(RECOVERY))
@@ -156,6 +157,8 @@ def test_my_results_come_first_and_the_planners_validation_only_on_request(page,
         "mine, recovery on books.txt: held-out loss from 4.0000 to 2.2000, 90 % of the gap to the teacher closed.",
     ):
         assert sentence in text[: places[1]]
+    assert '<td data-label="original">50.0 ± 1.0</td>' in text
+    assert '<td data-label="original">33.250</td>' in text  # a perplexity is no share
     assert "error of the plan" not in text
     assert "standard, planned</text>" not in text
     write_report([page.parents[1] / "emulated.json"], tmp_path / "checked.html", validation=True)

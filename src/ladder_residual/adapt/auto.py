@@ -148,7 +148,7 @@ def explain(document: dict[str, Any], write: Callable[[str], None] = print) -> N
     size = len(document["layers"])
     single = sorted(document["single"], key=lambda entry: entry["kl"])
     write(f"chosen   {document['wiring']} ({size} layers): {document['chosen'][size - 1]['why']}")
-    for label, end in (("cheap", single[:5]), ("dear", single[: -min(6, len(single)) : -1])):
+    for label, end in (("cheap", single[:5]), ("costly", single[: -min(6, len(single)) : -1])):
         write(f"{label:8} " + ", ".join(f"layer {entry['layer']} {entry['kl']:.4f}" for entry in end) + "  (KL of each alone)")
     for text in ("calibration", "held-out"):
         curves = document["curves"][text]

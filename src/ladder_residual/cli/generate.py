@@ -173,7 +173,8 @@ def generate(
                     if world.is_main and not streamed:
                         show(completion.text if are_chats else completion.prompt + completion.text)
             if world.is_main:
-                print(session.summary(), file=sys.stderr)
+                into = f", completions in {out}" if out is not None else ""
+                print(session.summary() + into, file=sys.stderr)
 
 
 def _progress(world: Any, out: Path | None, total: int, done: int) -> Any:

@@ -197,7 +197,8 @@ def _check_apart(source: Path, target: Path, overwrite: bool) -> None:
 
 def describe(conversion: Conversion, write: Callable[[str], None]) -> None:
     write(f"family   {conversion.family}, {conversion.after.num_layers} layers")
-    write(f"wiring   {conversion.before.spec} -> {conversion.after.spec}   {conversion.after.picture()}")
+    change = " -> ".join(dict.fromkeys((conversion.before.spec, conversion.after.spec)))
+    write(f"wiring   {change}   {conversion.after.picture()}")
     state = conversion.placed if conversion.placed == "refitted" else f"{conversion.placed}, unchanged"
     if conversion.quantised_bytes:
         state = "fp8 per channel, {:,.1f} -> {:,.1f} MiB".format(*(size / 2**20 for size in conversion.quantised_bytes))

@@ -69,5 +69,5 @@ def advise(row: PlanRow) -> str:
         sentence += f"; a model trained with parallel blocks would reach {row.speedup['parallel']:.2f}x"
     hidden = row.hidden_percent["ladder"]
     if hidden < 60:
-        sentence += f"; the link stays the limit, only {hidden:.0f} % of it hides"
+        sentence += f"; the link stays the limit: only {hidden:.0f} % of the communication is hidden"
     return sentence + "."

@@ -45,7 +45,7 @@ def print_plan(rows: Sequence[PlanRow], *, wide: bool = False, console: Console 
         _print_groups(console, rows)
     with_allreduce = columns is full or (columns is None and len(rows) == 1)
     if with_allreduce and any(row.in_situ_us for row in rows):
-        console.print("all-reduce: its time in a loop of all-reduces + what a call costs more inside a model.")
+        console.print("all-reduce: time in a loop of nothing else + extra time of a call inside a model.")
     for row in [row for row in rows if row.fits] if wide else [best_row(rows)]:
         print_bars(console, row)
     if wide and len(rows) > 1:

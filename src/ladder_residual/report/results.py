@@ -12,6 +12,7 @@ from ..adapt.auto import FILE as SELECTION_FILE
 from ..adapt.outcome import FILE as ADAPT
 from ..adapt.selection_chart import selection_chart
 from ..common.charts import Chart
+from ..evaluate.markdown import is_share, percent
 from ..plan.hardware import shipped
 from ..plan.points import emulated_rank_points
 from ..trace.panel import Panel, read_trace
@@ -156,13 +157,13 @@ def _read_tasks(results: Results, document: Mapping[str, Any], file: Path) -> No
 
 def _read_evaluation(results: Results, document: Mapping[str, Any], file: Path) -> None:
     shown = [row for row in document["rows"] if row.get("shown", True)]
-    found = {str(row["task"]): (float(row["value"]), _optional(row.get("stderr")), row["metric"]) for row in shown}
+    found = {str(row["task"]): (float(row["value"]), _optional(row.get("stderr")), str(row["metric"])) for row in shown}
     perplexity = document.get("perplexity")
     if not found and not perplexity:
         raise ValueError("it has neither a task nor a perplexity")
     measured = {"name": str(document.get("model") or file.stem), "tasks": found, "wiring": str(document.get("wiring", ""))}
     results.evaluations.append(
-        measured | {"ppl": float(perplexity["ppl"]) if perplexity else None, "facts": facts_of(document)}
+        measured | {"ppl": float(perplexity["ppl"]) if perplexity else None, "facts": facts_of({**document, "model": None})}
     )
 
 
@@ -171,26 +172,24 @@ def _optional(number: Any) -> float | None:
 
 
 def _add_evaluations(results: Results) -> None:
-    """Every evaluation in one table; the first is what the others are compared with."""
-    tasks = list(dict.fromkeys(task for one in results.evaluations for task in one["tasks"]))
-    first = results.evaluations[0]
-    rows = []
-    for one in results.evaluations:
-        scores = [_score(*one["tasks"][task][:2]) if task in one["tasks"] else "" for task in tasks]
-        rows.append((one["name"], one["wiring"], "" if one["ppl"] is None else f"{one['ppl']:.2f}", *scores))
-        if one is not first and one["ppl"] and first["ppl"]:
-            said = f"{one['name']}: perplexity {one['ppl']:.2f} against {first['ppl']:.2f} of {first['name']}."
+    """Every evaluation in one table, a column each; the first is what the others are compared with."""
+    evaluations = results.evaluations
+    first = evaluations[0]
+    perplexities = [(one["name"], one["ppl"]) for one in evaluations if one["ppl"]]
+    rows = [("perplexity", *("" if one["ppl"] is None else f"{one['ppl']:.2f}" for one in evaluations))] if perplexities else []
+    for task, metric in {task: found[2] for one in evaluations for task, found in one["tasks"].items()}.items():
+        scores = (percent(*one["tasks"][task]) if task in one["tasks"] else "" for one in evaluations)
+        rows.append((readable(task) + (", %" if is_share(metric) else ""), *scores))
+    if first["ppl"]:
+        for name, ppl in perplexities[1:]:
+            said = f"{name}: perplexity {ppl:.2f} against {first['ppl']:.2f} of {first['name']}."
             results.sentences.append((QUALITY, said))
-    columns = ("model", "wiring", "perplexity", *map(readable, tasks))
+    columns = ("score", *(f"{one['name']} ({one['wiring']})" if one["wiring"] else one["name"] for one in evaluations))
     title = "Perplexity and tasks"
     results.tables.append(Table(title, "measured", f"ladder eval; {first['facts']}", columns, tuple(rows), QUALITY))
-    values = tuple((one["name"], one["ppl"], f"{one['ppl']:.2f}") for one in results.evaluations if one["ppl"])
+    values = tuple((name, ppl, f"perplexity {ppl:.2f}") for name, ppl in perplexities)
     if values and max(ppl for _, ppl, _ in values) < 10 * min(ppl for _, ppl, _ in values):  # else all but one would be a dot
         results.bars.append(Bars(title, values))
-
-
-def _score(value: float, error: float | None) -> str:
-    return f"{100 * value:.1f}" + (f" ± {100 * error:.1f}" if error is not None else "")
 
 
 def _read_recovery(results: Results, document: Mapping[str, Any], file: Path) -> None:

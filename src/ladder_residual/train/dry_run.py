@@ -164,9 +164,10 @@ def to_text(plan: dict[str, Any]) -> str:
         f"steps     {plan['steps']:,} of {plan['tokens_per_step']:,} tokens: {plan['tokens'] / 1e9:.2f} B tokens",
         f"memory    {plan['memory_total_gb']:.1f} of {plan['device_memory_gb']:.0f} GB a rank{warning}",
         f"          ({memory})",
-        f"step      {1e3 * plan['step_seconds']:,.0f} ms on {plan['device']} {links}: compute {step['compute']:,.0f}; "
-        f"all-reduces of tensor parallelism {step['tensor']:,.0f} exposed, {step['tensor_hidden']:,.0f} hidden at "
-        f"{step['contention']:,.0f} of contention; data parallelism {step['data']:,.0f} exposed",
+        f"step      {1e3 * plan['step_seconds']:,.0f} ms on {plan['device']} {links}: compute {step['compute']:,.0f}, slowed by "
+        f"{step['contention']:,.0f} beside all-reduces",
+        f"          tensor parallelism: {step['tensor_hidden']:,.0f} ms of all-reduces hidden, {step['tensor']:,.0f} waited for; "
+        f"data parallelism: {step['data']:,.0f} waited for",
         f"speed     {plan['tokens_per_s']:,.0f} tokens/s, MFU {plan['mfu']:.0%}",
         f"time      {plan['hours']:,.1f} h, {plan['device_hours']:,.0f} device hours (planned, not measured)",
     ]
