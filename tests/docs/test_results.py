@@ -86,15 +86,21 @@ def test_a_page_of_results_is_short(name):
 def test_figures_that_guides_quote_are_those_of_the_results():
     guide = {page.stem: " ".join(text_of(page).split()) for page in (ROOT / "docs").glob("*.md")}
     served = json.loads((ROOT / "results" / "serve" / "cpu-tp2.json").read_text(encoding="utf-8"))["rows"]
-    ladder = next(row for row in served if (row["wiring"], row["rate"]) == ("ladder", "one"))
-    assert f"{ladder['speedup']:.2f}x less time per token" in guide["serving"]
-    one, sixteen, over_ipc, sixteen_over_ipc = (
-        f"{own / ladder:.2f}x" for transport in ("nccl", "ipc") for own, ladder in gpu_times(transport, ("batch 1", "batch 16"))
+    cpu = [
+        next(row["speedup"] for row in served if (row["wiring"], row["rate"]) == ("ladder", rate)) for rate in ("one", "inf")
+    ]
+    gains = {"CPU ranks": cpu}
+    for transport, name in (("ipc", "vLLM's IPC"), ("nccl", "NCCL over sockets")):
+        gains[name] = [own / ladder for own, ladder in gpu_times(transport, ("batch 1", "batch 16"))]
+    for name, (one, several) in gains.items():
+        (row,) = re.findall(rf"\| {name}[^|]*\|[^|]*\| ([^|]*) \| ([^|]*) \|", guide["serving"])
+        assert row == (f"{one:.2f}x", f"{several:.2f}x"), name
+    planned = re.findall(
+        r"plans ([\d.]+x) .* NVLink, ([\d.]+x) without peer-to-peer, and ([\d.]+x) with a one-shot", guide["serving"]
     )
-    quoted = (
-        f"{one} over NCCL for one request and {sixteen} for 16, {over_ipc} and {sixteen_over_ipc} over vLLM's IPC all-reduce"
-    )
-    assert quoted in guide["serving"]
+    page = text_of(ROOT / "docs" / "results" / "serving.md")
+    links = ("NCCL over NVLink", "NCCL without peer-to-peer", r"one-shot [^|]*")
+    assert planned == [tuple(re.findall(rf"\| {link} \| 1 \| [^|]* \| ([\d.]+x) ", page)[0] for link in links)]
 
 
 def gpu_times(transport, measurements):
