@@ -86,6 +86,7 @@ def test_the_installed_vllm_has_what_is_used() -> None:
     # What is read on a GPU alone. The model's fields are those of a config that needs a checkpoint.
     versions.checked(VllmConfig(), "compilation_config", "max_cudagraph_capture_size")
     versions.checked(VllmConfig(), "compilation_config", "cudagraph_mode")
+    versions.checked(VllmConfig(), "compilation_config", "pass_config", "fuse_allreduce_rms")
     versions.checked(VllmConfig(), "scheduler_config", "max_num_batched_tokens")
     fields = {field.name for field in dataclasses.fields(ModelConfig)}
     assert {"hf_text_config", "dtype", "quantization", "enforce_eager", "enable_sleep_mode"} <= fields
