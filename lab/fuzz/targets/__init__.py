@@ -20,6 +20,7 @@ TARGETS: dict[str, Callable[[Box, Random], None]] = {
     "config": checkpoints.config,
     "convert": checkpoints.convert_directory,
     "corpus": text.corpus,
+    "evaluation": results.evaluation,
     "generation config": checkpoints.generation_config,
     "hardware": settings.hardware,
     "index": checkpoints.index,

@@ -126,7 +126,8 @@ def compare(ours: Result, theirs: Result) -> list[dict[str, Any]]:
         unpaired = math.hypot(*errors) if None not in errors else None
         paired, changed, caveat = None, None, None
         mine, its = (result["items"].get(row["task"], {}).get(row["metric"]) for result in (ours, theirs))
-        if mine and its and (mine["rows"], row["shots"]) == (its["rows"], against["shots"]):
+        same = mine and its and (mine["rows"], row["shots"]) == (its["rows"], against["shots"])
+        if same and len(mine["values"]) == len(its["values"]):
             paired = paired_stderr(mine["values"], its["values"])
             changed = sum(a != b for a, b in zip(mine["values"], its["values"], strict=True)) / max(len(mine["values"]), 1)
         elif mine and its:
@@ -183,7 +184,10 @@ def load(path: str | Path) -> Result:
     try:  # now, and not after a model was scored to be compared with it
         for row in compare(result, result):
             float(row["value"])  # whole numbers may be beyond floats
-        compare_perplexity(result, result)
+        if "perplexity" in result and compare_perplexity(result, result) is None:
+            raise ValueError("perplexity")
+        for name in ("model", "date", "dtype", "gpu" if result.get("gpu") else "machine"):
+            result[name]
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is damaged; missing or wrong: {str(error) or type(error).__name__:.200}") from error
     return dict(result)
