@@ -5,7 +5,13 @@ import copy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ladder_residual.models.families import FAMILIES
+from ladder_residual.models.chunks import local_part
+from ladder_residual.models.families import FAMILIES, family_of
+from ladder_residual.models.hf import rewire
+from ladder_residual.models.hf_config import wiring_of
+from ladder_residual.models.loading import place_parameters, set_reducers
+from ladder_residual.models.presets import ModelShape
+from ladder_residual.models.sharding import check_divides
 
 LAYERS = 4
 VOCAB = 131  # a prime: no number of ranks divides it
@@ -60,6 +66,26 @@ def tiny_model(model_type="llama", seed=0, **overrides):
             elif "embed" not in name:
                 parameter.mul_(4)
     return model.eval()
+
+
+def shard_model(model, rank, *, reducer=None, uneven=False):
+    """Reduce a whole model in memory to this rank's shards, in place: ``load_model`` without files."""
+    config = model.config.to_dict()
+    family = family_of(config)
+    if config["model_type"] != family.ladder_type:
+        rewire(model, "standard")
+    shape = ModelShape.from_hf(config)
+    check_divides(shape, family, rank.size, uneven)
+    wiring_of(model.config).check_tp(rank.size)
+    whole = dict(model.named_parameters())
+
+    def read(name, shape, spec):
+        tensor = whole[name].detach()
+        return tensor.clone() if spec is None else local_part(tensor, spec)
+
+    place_parameters(model, read, shape, family, rank)
+    set_reducers(model, reducer or rank.reducer())
+    return model
 
 
 def random_ids(batch=3, length=9, seed=1):

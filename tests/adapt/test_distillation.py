@@ -4,15 +4,16 @@ import math
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 from ladder_residual.adapt.distillation import (
+    Distillation,
     LossWeights,
     chunked_distillation,
-    plain_distillation,
     relative_distance,
-    token_divergence,
 )
-from ladder_residual.train.loss import Head
+from ladder_residual.data.corpus_rows import IGNORE_INDEX
+from ladder_residual.train.loss import Head, next_token_targets
 
 VOCAB, HIDDEN = 97, 16
 WEIGHTS = [
@@ -22,6 +23,28 @@ WEIGHTS = [
     LossWeights(temperature=1.5, top_k=5),
     LossWeights(data=0.1, top_k=VOCAB + 5),
 ]
+
+
+def token_divergence(student, teacher, temperature=1.0, top_k=0):
+    """KL(teacher || student) for each row of logits, in nats, times the temperature squared (gradients keep their size)."""
+    log_q = F.log_softmax(student.float() / temperature, -1)
+    log_p = F.log_softmax(teacher.float() / temperature, -1)
+    if not top_k:
+        return (log_p.exp() * (log_p - log_q)).sum(-1) * temperature**2
+    log_p_top, words = log_p.topk(min(top_k, log_p.shape[-1]), -1)
+    log_q_top = log_q.gather(-1, words)
+    p_rest = (1 - log_p_top.exp().sum(-1)).clamp_min(1e-9)
+    q_rest = (1 - log_q_top.exp().sum(-1)).clamp_min(1e-9)
+    among_top = (log_p_top.exp() * (log_p_top - log_q_top)).sum(-1)
+    return (among_top + p_rest * (p_rest.log() - q_rest.log())) * temperature**2
+
+
+def plain_distillation(hidden, head, teacher_hidden, teacher_head, labels, weights):
+    """The slow twin, which autograd differentiates; shapes as in ``chunked_distillation``."""
+    logits, teacher = head.logits(hidden), teacher_head.logits(teacher_hidden)
+    divergence = token_divergence(logits, teacher, weights.temperature, weights.top_k).mean()
+    entropy = F.cross_entropy(logits.flatten(0, 1), next_token_targets(labels), ignore_index=IGNORE_INDEX)
+    return Distillation(weights.teacher * divergence + weights.data * entropy, divergence.detach(), entropy.detach())
 
 
 def batch():

@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 
 from ladder_residual import rewire
-from ladder_residual.models.loading import shard_model
 from tests.ranks import run_on_ranks
-from tests.tiny_models import padded_inputs, random_ids, relative, tiny_model
+from tests.tiny_models import padded_inputs, random_ids, relative, shard_model, tiny_model
 
 
 def logits_agree(world):

@@ -23,7 +23,7 @@ class ReferenceDecoder:
 
     def __init__(self, spec: EngineSpec, wiring: Wiring, ranks: Sequence[RankWeights], *, tp: int, first_rank: int = 0) -> None:
         self.spec, self.wiring, self.tp = spec, wiring, tp
-        self.ranks = [rank.float() for rank in ranks]
+        self.ranks = [_in_float32(rank) for rank in ranks]
         self.sizes = [RankSizes.of(spec.shape, tp, first_rank + i) for i in range(len(ranks))]
         self.caches: list[list[tuple[Tensor, Tensor] | None]] = [[None] * spec.shape.num_layers for _ in ranks]
         self.length = 0
@@ -123,6 +123,14 @@ def _arrive(streams: list[Tensor], late: list[list[Tensor]], keep: int) -> tuple
 
 def _rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+
+
+def _in_float32(weights: RankWeights) -> RankWeights:
+    def up(value: Tensor | None) -> Tensor | None:
+        return None if value is None else value.float()
+
+    layers = tuple(LayerWeights(**{name: up(value) for name, value in vars(layer).items()}) for layer in weights.layers)
+    return RankWeights(up(weights.embedding), layers, up(weights.final_norm), up(weights.head))
 
 
 def _embed(weights: RankWeights, sizes: RankSizes, tokens: Tensor) -> Tensor:

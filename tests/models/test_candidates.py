@@ -5,9 +5,9 @@ import torch
 
 from ladder_residual.core.reduce import Reducer
 from ladder_residual.models.candidates import GREEDY, Candidates, decisive_logits
-from ladder_residual.models.loading import VocabularyHead, shard_model
+from ladder_residual.models.loading import VocabularyHead
 from tests.ranks import run_on_ranks
-from tests.tiny_models import random_ids, tiny_model
+from tests.tiny_models import random_ids, shard_model, tiny_model
 
 VOCAB = 509  # a prime
 DECIDED = [

@@ -8,7 +8,7 @@ from ladder_residual.core.config import Wiring
 from ladder_residual.core.reduce import RecordingReducer
 from ladder_residual.models.chunks import local_part
 from ladder_residual.models.families import FAMILIES
-from ladder_residual.models.loading import set_reducers, shard_model
+from ladder_residual.models.loading import set_reducers
 from ladder_residual.models.presets import ModelShape
 from ladder_residual.models.sharding import shard_of
 from ladder_residual.train.gradients import finish_gradients
@@ -24,6 +24,7 @@ from tests.tiny_models import (
     padded_inputs,
     random_ids,
     relative,
+    shard_model,
     tiny_model,
 )
 

@@ -6,11 +6,11 @@ from transformers import AutoModelForCausalLM
 
 from ladder_residual import rewire
 from ladder_residual.models.hf_config import ladder_config_class
-from ladder_residual.models.loading import set_reducers, shard_model
+from ladder_residual.models.loading import set_reducers
 from ladder_residual.train.compile import compile_layers
 from ladder_residual.train.gradients import finish_gradients
 from tests.ranks import run_on_ranks
-from tests.tiny_models import clone, random_ids, tiny_config, tiny_model
+from tests.tiny_models import clone, random_ids, shard_model, tiny_config, tiny_model
 
 pytestmark = pytest.mark.slow  # the compiler takes minutes on two cores
 INPUTS = dict(input_ids=random_ids(3, 9), labels=random_ids(3, 9), use_cache=False)

@@ -6,11 +6,10 @@ from torch.nn import functional as F
 
 from ladder_residual import rewire
 from ladder_residual.models.chunks import local_part
-from ladder_residual.models.loading import shard_model
 from ladder_residual.train.gradients import finish_gradients
 from ladder_residual.train.loss import chunked_cross_entropy, head_of
 from tests.ranks import run_on_ranks
-from tests.tiny_models import VOCAB, clone, random_ids, tiny_model
+from tests.tiny_models import VOCAB, clone, random_ids, shard_model, tiny_model
 
 IDS = random_ids(3, 9)
 

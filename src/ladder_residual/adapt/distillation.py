@@ -2,7 +2,6 @@
 
 ``train/loss.py`` applies the head to one chunk of tokens at a time; here the gradient of a chunk's logits is written down in closed
 form. At 65,536 tokens and 49,152 words one float32 tensor of logits takes 12 GB, and autograd would keep several of them.
-``plain_distillation`` is the slow twin that autograd differentiates.
 """
 
 from __future__ import annotations
@@ -45,30 +44,6 @@ class Distillation(NamedTuple):
     total: Tensor  # what to call backward on
     divergence: Tensor  # mean KL to the teacher, detached
     cross_entropy: Tensor  # mean next-token loss, detached
-
-
-def token_divergence(student: Tensor, teacher: Tensor, temperature: float = 1.0, top_k: int = 0) -> Tensor:
-    """KL(teacher || student) for each row of logits, in nats, times the temperature squared (gradients keep their size)."""
-    log_q = F.log_softmax(student.float() / temperature, -1)
-    log_p = F.log_softmax(teacher.float() / temperature, -1)
-    if not top_k:
-        return (log_p.exp() * (log_p - log_q)).sum(-1) * temperature**2
-    log_p_top, words = log_p.topk(min(top_k, log_p.shape[-1]), -1)
-    log_q_top = log_q.gather(-1, words)
-    p_rest = (1 - log_p_top.exp().sum(-1)).clamp_min(1e-9)
-    q_rest = (1 - log_q_top.exp().sum(-1)).clamp_min(1e-9)
-    among_top = (log_p_top.exp() * (log_p_top - log_q_top)).sum(-1)
-    return (among_top + p_rest * (p_rest.log() - q_rest.log())) * temperature**2
-
-
-def plain_distillation(
-    hidden: Tensor, head: Head, teacher_hidden: Tensor, teacher_head: Head, labels: Tensor, weights: LossWeights
-) -> Distillation:
-    """The definition; shapes as in ``chunked_distillation``."""
-    logits, teacher = head.logits(hidden), teacher_head.logits(teacher_hidden)
-    divergence = token_divergence(logits, teacher, weights.temperature, weights.top_k).mean()
-    entropy = F.cross_entropy(logits.flatten(0, 1), next_token_targets(labels), ignore_index=IGNORE_INDEX)
-    return Distillation(weights.teacher * divergence + weights.data * entropy, divergence.detach(), entropy.detach())
 
 
 def chunked_distillation(

@@ -28,7 +28,6 @@ class Share(NamedTuple):
 
 LOCAL = Share(1, 0)  # this rank's partial alone
 REDUCED = Share(1, 1)  # the sum of all partials
-MEAN = Share(1 / _RANKS, 1 / _RANKS)  # the mean of streams that had only their own partials
 
 
 class AllReduce(NamedTuple):

@@ -78,11 +78,6 @@ class Plan:
         """The schedule that is run: ``serial`` where there is nothing to interleave."""
         return "two_stream" if self.num_chains == 2 else "interleaved" if self._beside_mlp else "serial"
 
-    @property
-    def num_all_reduces(self) -> int:
-        """Per step, without the embedding's and the head's."""
-        return sum(step.reduce for step in self.steps)
-
     def consumers(self, output: int) -> Sequence[Step]:
         return self._consumers.get(output, ())
 

@@ -40,15 +40,6 @@ class RankWeights:
     def device(self) -> torch.device:
         return self.embedding.device
 
-    def float(self) -> RankWeights:
-        """The same weights in float32, for the reference."""
-
-        def up(value: Tensor | None) -> Tensor | None:
-            return None if value is None else value.float()
-
-        layers = tuple(LayerWeights(**{k: up(v) for k, v in vars(layer).items()}) for layer in self.layers)  # type: ignore[arg-type]
-        return RankWeights(self.embedding.float(), layers, self.final_norm.float(), self.head.float())
-
 
 def stack_weights(
     spec: EngineSpec, sizes: RankSizes, weights: MutableMapping[str, Tensor] | Mapping[str, Tensor], *, release: bool = False

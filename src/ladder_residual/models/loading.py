@@ -1,7 +1,7 @@
 """From a checkpoint directory to one rank's model: each rank reads only its shards.
 
 The family's model is built without memory (meta device), then every parameter's shard is read and placed, and the modules get the
-sizes of their shards. With one rank the same path loads the whole model. ``shard_model`` does the same to a model that is in memory.
+sizes of their shards. With one rank the same path loads the whole model.
 """
 
 from __future__ import annotations
@@ -26,12 +26,11 @@ from ..distributed.launch import is_out_of_memory
 from ..distributed.world import Rank, World
 from . import preflight
 from .candidates import Candidates, decisive_logits
-from .chunks import local_part
-from .families import Family, family_of
+from .families import Family
 from .finite import NonFiniteError, cast_finite
 from .generation_config import generation_config
-from .hf import rewire, set_reducer
-from .hf_config import ladder_config_class, wiring_of
+from .hf import set_reducer
+from .hf_config import ladder_config_class
 from .parameters import check_parameters, read_parameter
 from .preflight import CheckedSource
 from .presets import ModelShape
@@ -169,26 +168,6 @@ def check_weights_fit(model: PreTrainedModel, rank: Rank) -> None:
         return  # a host swaps, and is_out_of_memory tells what the kernel did about it
     need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / rank.size
     require(need, rank.device, "a rank's weights", "use more ranks (--tp) or a dtype of fewer bytes (--dtype bfloat16)")
-
-
-def shard_model(model: PreTrainedModel, rank: Rank, *, reducer: Reducer | None = None, uneven: bool = False) -> PreTrainedModel:
-    """Reduce a whole model in memory to this rank's shards, in place (tests, small models)."""
-    config = model.config.to_dict()
-    family = family_of(config)
-    if config["model_type"] != family.ladder_type:
-        rewire(model, "standard")
-    shape = ModelShape.from_hf(config)
-    check_divides(shape, family, rank.size, uneven)
-    wiring_of(model.config).check_tp(rank.size)
-    whole = dict(model.named_parameters())
-
-    def read(name: str, shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
-        tensor = whole[name].detach()
-        return tensor.clone() if spec is None else local_part(tensor, spec)
-
-    place_parameters(model, read, shape, family, rank)
-    set_reducers(model, reducer or rank.reducer())
-    return model
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class RankHeads:
         return (self.query[1] - self.query[0]) // (self.kv[1] - self.kv[0])
 
 
-def rank_heads(shape: ModelShape, tp: int, rank: int, uneven: bool = False) -> RankHeads:
+def rank_heads(shape: ModelShape, tp: int, rank: int) -> RankHeads:
     heads, kv = shape.num_heads, shape.num_kv_heads
     if kv >= tp:
         first, last = split(kv, tp, rank)

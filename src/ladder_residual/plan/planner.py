@@ -251,9 +251,9 @@ def step_limits(case: Case, phase: Phase) -> dict[str, float]:
     return {part: 100 * us / total for part, us in parts.items()}
 
 
-def hybrid_curve(case: Case, kind: str = "ladder", points: int = 17) -> list[tuple[int, float]]:
+def hybrid_curve(case: Case) -> list[tuple[int, float]]:
     """(number of converted layers, speed-up over standard), converting the last k layers."""
     layers = case.model.num_layers
-    counts = sorted({round(layers * i / (points - 1)) for i in range(points)})
+    counts = sorted({round(layers * i / 16) for i in range(17)})
     standard = case.tokens_per_second("standard")
-    return [(k, case.tokens_per_second(f"{kind}:last-{k}" if k else "standard") / standard) for k in counts]
+    return [(k, case.tokens_per_second(f"ladder:last-{k}" if k else "standard") / standard) for k in counts]

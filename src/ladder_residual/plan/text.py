@@ -22,9 +22,9 @@ PARTS = {  # of a step: (block, character of a terminal without blocks, colour, 
 }
 
 
-def print_plan(rows: Sequence[PlanRow], *, wide: bool = False, console: Console | None = None) -> None:
+def print_plan(rows: Sequence[PlanRow], *, wide: bool = False) -> None:
     """``wide`` prints every column and every case's bars, however many characters a line takes."""
-    console = console or Console(highlight=False)
+    console = Console(highlight=False)
     first, case = rows[0], rows[0].case
     console.print(verdict(rows), style="bold", markup=False)
     console.print(
