@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 
 import ladder_residual  # noqa: F401  (lets the Auto classes know rewired checkpoints)
+from tests.eval_files import write_tasks
 
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
@@ -42,3 +43,16 @@ def hub(tmp_path, monkeypatch):
         datasets, "load_dataset", lambda name, *rest, **options: load(str(tmp_path / name.partition("/")[2]), *rest, **options)
     )
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def task_folder(tmp_path_factory):
+    """Files of evaluation tasks."""
+    return write_tasks(tmp_path_factory.mktemp("eval") / "tasks")
+
+
+@pytest.fixture(scope="session")
+def story_text(task_folder, demo_dir):
+    path = task_folder.parent / "stories.txt"
+    path.write_text((demo_dir / "stories.txt").read_text(encoding="utf-8")[:3000], encoding="utf-8")
+    return path

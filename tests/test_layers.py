@@ -6,6 +6,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "ladder_residual"
+# Suites over several modules of their folder; every other test lies under the path of the module it tests.
+SUITES = {
+    "adapt/test_ranks.py",
+    "cli/test_mistakes.py",
+    "engine/kernels/test_compile_for_hopper.py",
+    "engine/test_reference.py",
+    "lab/runs/test_adapt.py",
+    "lab/runs/test_engine.py",
+    "models/quantization/test_bad_checkpoints.py",
+    "models/quantization/test_hostile.py",
+    "models/test_hostile_checkpoints.py",
+    "models/test_tensor_parallel.py",
+}
 
 
 def imports_of(path):
@@ -71,6 +84,20 @@ def test_no_private_name_crosses_a_file():
                     f"{path.relative_to(ROOT)}: {node.module}" for part in (node.module or "").split(".") if private(part)
                 ]
     assert not crossing
+
+
+def test_tests_lie_under_the_path_of_what_they_test():
+    """Those beside the folders are about the whole project; docs/, gpu/ and vllm/ have make targets or readers of their own."""
+    tests = ROOT / "tests"
+    found = {path.relative_to(tests) for path in tests.glob("*/**/test_*.py")}
+    mirrored = {path for path in found if path.parts[0] not in ("docs", "gpu", "vllm")}
+    places = {path: path.with_name(path.name.removeprefix("test_")) for path in mirrored}
+    wrong = {
+        str(path)
+        for path, place in places.items()
+        if not any((root / place).exists() or (root / place.with_suffix("")).is_dir() for root in (PACKAGE, ROOT))
+    }
+    assert wrong == SUITES
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ STEPS = 14
 FAST = dict(tokens=512 * 4, learning_rate=1e-3, save_every=2, heldout=())
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_to_the_same_losses(ground):
     """The command, killed at any step and started again, against a run that nobody disturbed."""
     student = ground / "half"

@@ -22,24 +22,39 @@ def in_fresh_process(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=180)
 
 
-def test_loads_without_importing_us_through_the_stub_and_only_then(saved, tmp_path):
+# Both refusals come before the class is loaded, so one process can see all three.
+THROUGH_THE_STUB = """
+import sys
+from transformers import AutoModelForCausalLM
+
+def load(**options):
+    return AutoModelForCausalLM.from_pretrained({source!r}, **options)
+
+def refusal(**options):
+    try:
+        load(**options)
+    except Exception as error:
+        return str(error)
+
+assert "trust_remote_code" in refusal(trust_remote_code=False)
+sys.modules["ladder_residual"] = None  # not installed
+assert "pip install ladder-residual" in refusal(trust_remote_code=True)
+del sys.modules["ladder_residual"]
+model = load(trust_remote_code=True)
+print(type(model).__name__, type(model).__module__, model.config.wiring)
+"""
+
+
+@pytest.mark.parametrize("earlier", [False, True], ids=["now", "written before models was a package"])
+def test_loads_without_importing_us_through_the_stub_and_only_then(saved, tmp_path, earlier):
     shutil.copytree(saved, tmp_path, dirs_exist_ok=True)
-    load = f"from transformers import AutoModelForCausalLM as A; m = A.from_pretrained({str(tmp_path)!r}, trust_remote_code=%s)"
-    trusted = in_fresh_process(load % True + "; print(type(m).__name__, m.config.wiring)")
-    assert trusted.stdout.split() == ["LadderLlamaForCausalLM", "ladder:2-3"], trusted.stderr
-    refused = in_fresh_process(load % False)
-    assert refused.returncode != 0
-    assert "trust_remote_code" in refused.stderr
-    # Checkpoints written before models/ was a package: their stub imports another name.
-    stub = (tmp_path / "ladder_stub.py").read_text()
-    earlier = stub.replace("from ladder_residual.models import hf as _model", "from ladder_residual import model as _model")
-    assert earlier != stub
-    (tmp_path / "ladder_stub.py").write_text(earlier)
-    trusted = in_fresh_process(load % True + "; print(type(m).__name__, type(m).__module__, m.config.wiring)")
-    assert trusted.stdout.split() == ["LadderLlamaForCausalLM", "ladder_residual.models.hf", "ladder:2-3"], trusted.stderr
-    # Without the package the stub says what to install.
-    hidden = in_fresh_process("import sys; sys.modules['ladder_residual'] = None; " + load % True)
-    assert "pip install ladder-residual" in hidden.stderr
+    if earlier:
+        stub = (tmp_path / "ladder_stub.py").read_text()
+        changed = stub.replace("from ladder_residual.models import hf as _model", "from ladder_residual import model as _model")
+        assert changed != stub
+        (tmp_path / "ladder_stub.py").write_text(changed)
+    done = in_fresh_process(THROUGH_THE_STUB.format(source=str(tmp_path)))
+    assert done.stdout.split() == ["LadderLlamaForCausalLM", "ladder_residual.models.hf", "ladder:2-3"], done.stderr
 
 
 def test_a_rewired_checkpoint_never_loads_as_the_plain_model(saved, tmp_path):

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from ..common.fields import fields_from
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks, speaks_first
 from .options import (
@@ -64,25 +65,8 @@ def chat(
 
     at_least_one(tp=tp, context=context)
     shared_gpu.share_gpu(share_gpu)
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=tuple(stop or ()),
-        seed=seed,
-    )
-    options = LoadOptions(
-        wiring=wiring,
-        dtype=dtype,
-        uneven=uneven,
-        allow_nonfinite=allow_nonfinite,
-        engine=engine,
-        schedule=schedule,
-        reducer=reducer,
-    )
+    sampling = fields_from(Sampling, locals())
+    options = fields_from(LoadOptions, locals())
     if speaks_first():
         ranks = tp or launched()
         check_chat(source)

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from ..common.fields import fields_from
 from ..common.files import check_can_write
 from ..common.locks import Lock
 from ..common.terminal import show
 from ..distributed.launch import launched
 from ..models.preflight import check_source
-from .options import Device, Dtype
+from .options import Device, Dtype, Json
 
 app = typer.Typer(
     help="Training text: prepare it, look at it, or let a model write it.", no_args_is_help=True, add_completion=False
@@ -89,7 +90,7 @@ def inspect_command(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A corpus of `ladder data prepare`.")],
     verify: Annotated[bool, typer.Option("--verify", help="Read everything and compare checksums.")] = False,
     document: Annotated[int, typer.Option(help="Number of the document to show.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the index as one JSON document.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Sizes of a corpus, and the beginning of a document."""
     import json
@@ -144,16 +145,7 @@ def sample_command(
     """Let a model write text to train it on. Every batch is on disk before the next begins: Ctrl-C loses only one."""
     from ..data.sample_settings import SampleSettings
 
-    settings = SampleSettings(
-        tokens=tokens,
-        batch=batch,
-        length=length,
-        temperature=temperature,
-        seed=seed,
-        start=start,
-        random_first=random_first,
-        write=write,
-    )
+    settings = fields_from(SampleSettings, locals())
     if (ranks := launched()) > 1:
         raise ValueError(f"sampling is done by one process; {ranks} were started. Start one per GPU, each with its --seed")
     if out.exists() and not overwrite:

@@ -71,7 +71,7 @@ def evaluate(
     how: dict[str, Any] = dict(tasks=tasks, files=local or [], limit=limit, shots=shots, chat=chat, allow_code=allow_code)
     how |= dict(perplexity=perplexity, context=context, stride=stride, max_length=max_length)
     how |= dict(batch_size=batch_size, batch_tokens=batch_tokens)
-    plan = make_plan(**how)
+    plan = make_plan(how)
     if requests_out is not None or scores_in is not None:
         if (tp or 1) > 1:
             raise ValueError("--requests-out and --scores-in run no model: drop --tp")

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..common.fields import fields_from
 from ..common.terminal import show
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks, speaks_first
@@ -109,29 +110,8 @@ def generate(
         raise ValueError(f"--emulate {emulate} brings its own tp: leave out --tp {tp}")
     if prompt == "-" and (tp or 1) > 1:
         raise ValueError("--prompt - reads standard input, which only one process has: use --file, or leave out --tp")
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=tuple(stop or ()),
-        seed=seed,
-        num_beams=num_beams,
-    )
-    options = LoadOptions(
-        wiring=wiring,
-        dtype=dtype,
-        uneven=uneven,
-        allow_nonfinite=allow_nonfinite,
-        comm_dtype=comm_dtype,
-        small_allreduce=small_allreduce,
-        engine=engine,
-        schedule=schedule,
-        reducer=reducer,
-        emulation=emulation,
-    )
+    sampling = fields_from(Sampling, locals())
+    options = fields_from(LoadOptions, locals())
     asked: Any = parse_prompts(file) if file is not None else [sys.stdin.read() if prompt == "-" else str(prompt)]
     first = speaks_first()
     if first:

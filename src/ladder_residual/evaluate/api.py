@@ -78,20 +78,7 @@ def evaluate(
         ('ladder:3-4', True)
     """
     arguments = locals()
-    plan = make_plan(
-        tasks=tasks,
-        perplexity=perplexity,
-        files=files,
-        shots=shots,
-        limit=limit,
-        chat=chat,
-        allow_code=allow_code,
-        context=context,
-        stride=stride,
-        max_length=max_length,
-        batch_size=batch_size,
-        batch_tokens=batch_tokens,
-    )
+    plan = make_plan(arguments)
     if missing_ranks(tp):
         assert tp is not None
         check_models(source, against, tp=tp, wiring=wiring, dtype=dtype, uneven=uneven)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+from ..common.fields import fields_from
 from ..generation.request import check_tokenizer_files
 from ..models.preflight import check_source
 from .results import stored_result
@@ -49,41 +51,18 @@ def check_windows(context: int, stride: int) -> None:
         raise ValueError(f"the stride must be between 1 and the context of {context}, got {stride}")
 
 
-def make_plan(
-    *,
-    tasks: str | Sequence[str] | None,
-    perplexity: str | Path | None,
-    files: str | Path | Sequence[str | Path],
-    shots: str | int,
-    limit: int | None,
-    chat: bool,
-    allow_code: bool,
-    context: int,
-    stride: int,
-    max_length: int | None,
-    batch_size: int,
-    batch_tokens: int | None,
-) -> Plan:
+def make_plan(asked: Mapping[str, Any]) -> Plan:
     """The plan that the arguments of ``evaluate`` describe; ValueError if it has nothing to do or cannot be done here."""
+    tasks, perplexity, files = asked["tasks"], asked["perplexity"], asked["files"]
     names = tasks if isinstance(tasks, str) or tasks is None else ",".join(tasks)
-    wanted = wanted_tasks(names, str(shots)) if names is not None else []
+    wanted = wanted_tasks(names, str(asked["shots"])) if names is not None else []
     if not wanted and perplexity is None:
         raise ValueError("nothing to do: give --tasks arc_easy,piqa or --perplexity FILE")
     if perplexity is not None and not Path(perplexity).is_file():
         raise ValueError(f"cannot read {perplexity}: no such file; --perplexity takes a text file")
-    check_windows(context, stride)
+    check_windows(asked["context"], asked["stride"])
     if wanted and find_spec("lm_eval") is None:
         raise ValueError(HARNESS_REQUIRED)
-    return Plan(
-        wanted,
-        [Path(folder) for folder in ([files] if isinstance(files, str | Path) else files)],
-        limit,
-        chat,
-        allow_code,
-        Path(perplexity) if perplexity is not None else None,
-        context,
-        stride,
-        max_length,
-        batch_size,
-        batch_tokens,
-    )
+    folders = [Path(folder) for folder in ([files] if isinstance(files, str | Path) else files)]
+    text = Path(perplexity) if perplexity is not None else None
+    return fields_from(Plan, {**asked, "wanted": wanted, "folders": folders, "perplexity": text})

@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..common.fields import fields_from
 from ..distributed.call import call_on_ranks
 from ..distributed.launch import missing_ranks
 from ..distributed.world import World, distributed, join
@@ -144,18 +145,8 @@ def generate(
     asked: Any = [prompts] if isinstance(prompts, str) else list(prompts)
     if not asked:
         raise ValueError("there is no prompt: give a text or a list of texts")
-    sampling = Sampling(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        repetition_penalty=repetition_penalty,
-        stop=tuple(stop),
-        seed=seed,
-        num_beams=num_beams,
-    )
-    options = LoadOptions(wiring=wiring, dtype=dtype, engine=engine, uneven=uneven)
+    sampling = fields_from(Sampling, arguments)
+    options = fields_from(LoadOptions, arguments)
     if isinstance(source, LoadedModel):
         if options != LoadOptions() or tp not in (None, source.world.size):
             raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ class Sampling:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop: tuple[str, ...] = ()
+    stop: Sequence[str] | None = ()
     seed: int | None = None
     num_beams: int = 1
 
@@ -44,7 +45,7 @@ class Sampling:
             raise ValueError(f"temperature must be 0 (greedy) or at least {LEAST_TEMPERATURE}, got {self.temperature}")
         if self.seed is not None and not 0 <= self.seed < 2**62:
             raise ValueError(f"seed must be between 0 and {2**62 - 1}, got {self.seed}")
-        if any(not text for text in self.stop):
+        if any(not text for text in self.stop or ()):
             raise ValueError("a stop string is empty")
 
     def options(self) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "ladder_residual"
 # What is called, by its full name or by the end of it -> the files that may call it, and the keyword that must be there.
-DOORS = {
+LOADERS = {
     "torch.load": ({"adapt/checkpoints.py"}, ("weights_only", True)),
     "torch.distributed.checkpoint.load": (
         {"train/dcp_checkpoint.py"},
@@ -62,17 +62,17 @@ def looked_at(source):
 FILES = {str(path.relative_to(PACKAGE)): looked_at(path.read_text(encoding="utf-8")) for path in sorted(PACKAGE.rglob("*.py"))}
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_only_these_files_open_what_others_wrote(door):
-    files, required = DOORS[door]
-    found = [(file, keywords) for file, (_, calls) in FILES.items() for name, keywords in calls if is_door(name, door)]
+@pytest.mark.parametrize("loader", LOADERS)
+def test_only_these_files_open_what_others_wrote(loader):
+    files, required = LOADERS[loader]
+    found = [(file, keywords) for file, (_, calls) in FILES.items() for name, keywords in calls if is_loader(name, loader)]
     assert {file for file, _ in found} == files
     for file, keywords in found:
-        assert required is None or keywords.get(required[0]) is required[1], f"{file}: {door} without {required[0]}"
+        assert required is None or keywords.get(required[0]) is required[1], f"{file}: {loader} without {required[0]}"
 
 
-def is_door(name, door):
-    return name.endswith(door) if door.startswith(".") else name == door
+def is_loader(name, loader):
+    return name.endswith(loader) if loader.startswith(".") else name == loader
 
 
 @pytest.mark.parametrize("module", PICKLES)
@@ -83,7 +83,7 @@ def test_only_these_files_know_pickles(module):
 
 
 @pytest.mark.parametrize(
-    ("source", "door"),
+    ("source", "loader"),
     [
         ("import torch\ntorch.load(x)", "torch.load"),
         ("import torch as t\nt.load(x)", "torch.load"),
@@ -95,5 +95,5 @@ def test_only_these_files_know_pickles(module):
         ("from transformers import AutoModel\nAutoModel.from_pretrained(x)", ".from_pretrained"),
     ],
 )
-def test_a_door_is_seen_under_any_name(source, door):
-    assert any(is_door(name, door) for name, _ in looked_at(source)[1])
+def test_a_loader_is_seen_under_any_name(source, loader):
+    assert any(is_loader(name, loader) for name, _ in looked_at(source)[1])

@@ -19,7 +19,7 @@ from ladder_residual.plan.cost import engine
 from ladder_residual.plan.hardware import shipped
 from ladder_residual.plan.planner import TWO_STREAM
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 OVERLAP = {
     "benchmark": "overlap",
     "layers": 8,
