@@ -10,9 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ladder_residual.bench.timing import time_calls, time_on_device
+from ladder_residual.bench.timing import time_calls
 from ladder_residual.engine.cuda.launcher import Launcher
 from ladder_residual.engine.cuda.pdl import PdlMode
+from ladder_residual.engine.cuda.timing import time_on_device
 from ladder_residual.engine.reducer_choice import make_reducer
 from ladder_residual.engine.rope import rope_tables, rotate
 from ladder_residual.engine.spec import EngineSpec, RankSizes

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ladder_residual.bench.timing import time_calls, time_on_device
+from ladder_residual.bench.timing import time_calls
+from ladder_residual.engine.cuda.timing import time_on_device
 from ladder_residual.engine.spec import EngineSpec
 from ladder_residual.engine.weights import RankWeights
 from ladder_residual.models.loading import restore_buffers

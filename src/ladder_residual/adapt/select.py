@@ -8,6 +8,7 @@ if it is better on the calibration text by more than chance (paired over its row
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -119,11 +120,10 @@ def _winner(reference: Cost, candidates: Iterable[Cost]) -> tuple[Cost, str]:
 
 def mean_and_error(values: list[float]) -> tuple[float, float]:
     """The mean and its standard error."""
-    mean = sum(values) / len(values)
+    mean = statistics.fmean(values)
     if len(values) < 2:
         return mean, 0.0
-    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
-    return mean, math.sqrt(variance / len(values))
+    return mean, statistics.stdev(values) / math.sqrt(len(values))
 
 
 def curves(

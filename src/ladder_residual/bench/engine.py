@@ -19,13 +19,14 @@ from ..common.environment import environment
 from ..core.config import Wiring
 from ..engine.cache import KVCache
 from ..engine.checks import check_request
+from ..engine.cuda.timing import time_on_device
 from ..engine.engine import DecodeEngine
 from ..engine.ops.tiles import GemvTiles
 from ..engine.random_rank import RandomRank
 from ..engine.spec import EngineSpec
 from ..links import parse_link
 from ..plan.models import resolve_model
-from .timing import spread, time_calls, time_on_device
+from .timing import spread, time_calls
 
 
 def bench_decode(

@@ -18,13 +18,14 @@ import torch.distributed as dist
 from ..common.environment import environment
 from ..distributed.shared_gpu import sharing
 from ..distributed.world import World
+from ..engine.cuda.timing import time_on_device
 from ..engine.engine import DecodeEngine
 from ..engine.ops.tiles import GemvTiles
 from ..engine.random_rank import DTYPE, RandomRank
 from ..engine.reducer_choice import make_reducer, time_all_reduce
 from ..plan.models import resolve_model
 from .engine import check_cases
-from .timing import spread, time_calls, time_on_device
+from .timing import spread, time_calls
 
 REDUCERS = ("symm", "nccl")
 BOUND = "no-comm"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from statistics import median
 
 import torch
 import triton
 import triton.language as tl
+
+from ..engine.cuda.timing import time_on_device
 
 
 @triton.jit
@@ -25,13 +28,7 @@ def read_bandwidth(device: torch.device | str = "cuda", *, gigabytes: float = 4.
     data = torch.empty(count, dtype=torch.float32, device=device).normal_()
     out = torch.empty(8448, dtype=torch.float32, device=device)
     for programs in (1056, 2112, 8448):
-        times = []
-        for _ in range(repeats):
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            _read_only[(programs,)](data, out, count // programs, BLOCK=block, num_warps=8)
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
+        read = partial(_read_only[(programs,)], data, out, count // programs, BLOCK=block, num_warps=8)
+        times = time_on_device(read, repeats)
         best = max(best, count * 4 / (median(times[4:]) * 1e-3))
     return best

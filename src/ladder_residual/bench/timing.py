@@ -1,4 +1,4 @@
-"""Times of calls on a GPU, and what a benchmark says of repeated ones."""
+"""Wall-clock times of calls on a GPU, and what a benchmark says of repeated ones."""
 
 from __future__ import annotations
 
@@ -7,19 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
-
-
-def time_on_device(call: Callable[[], object], repeats: int) -> list[float]:
-    """Milliseconds between two events around each call."""
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        call()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end))
-    return times
 
 
 def time_calls(call: Callable[[], object], repeats: int, *, warm_up: bool = True) -> list[float]:

@@ -10,7 +10,6 @@ import bz2
 import gzip
 import hashlib
 import io
-import json
 import lzma
 import re
 import zlib
@@ -19,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
+
+from ..common.json_lines import json_line
 
 MAX_CHUNK = 1 << 18  # characters of text in one record
 _COMPRESSED: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open, ".bz2": bz2.open}
@@ -159,10 +160,7 @@ def _json_lines(name: str, lines: IO[str]) -> Iterator[Record]:
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{name}, line {number}: not JSON: {error}") from error
+        row = json_line(name, number, line)
         if not isinstance(row, dict):
             raise ValueError(f"{name}, line {number}: expected an object, got {kind_and_size(row)}")
         yield Record(f"{name}, line {number}", row)

@@ -31,6 +31,7 @@ from .cuda.device import is_hopper, max_shared_memory, sm_count
 from .cuda.graph_edges import can_edit_edges, order_side_streams
 from .cuda.pdl import ENGINE_MODES, PdlMode
 from .cuda.streams import CudaStreams
+from .cuda.timing import time_on_device
 from .executor import Executor, Ops
 from .ops.gemm import GemmOps
 from .ops.gemv import GemvOps
@@ -305,17 +306,9 @@ class DecodeEngine:
         self.cache.positions.zero_()
         return graph, executor
 
-    def _time_steps(self, graph: torch.cuda.CUDAGraph, context: int, repeats: int = 32) -> list[float]:
-        times = []
-        for _ in range(repeats):
-            self.cache.positions.fill_(context)  # a replay moves on by one: never past the end of a short cache
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            times.append(start.elapsed_time(end))
-        return times[2:]
+    def _time_steps(self, graph: torch.cuda.CUDAGraph, context: int) -> list[float]:
+        # A replay moves on by one: never past the end of a short cache.
+        return time_on_device(graph.replay, 32, before=lambda: self.cache.positions.fill_(context))[2:]
 
     def _slowest_rank(self, time_ms: float) -> float:
         """Ranks must choose alike: different schedules would issue their collectives in different orders and hang."""

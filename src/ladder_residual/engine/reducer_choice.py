@@ -15,6 +15,7 @@ from ..links import Link
 from . import REAL_REDUCERS
 from .cuda.launcher import Launcher
 from .cuda.pdl import PdlMode
+from .cuda.timing import time_on_device
 from .reducers import (
     ONE_SHOT_BYTES,
     EmulatedReducer,
@@ -95,15 +96,8 @@ def time_all_reduce(
     with torch.cuda.graph(graph, stream=stream):
         for _ in range(IN_A_ROW):
             reducer.reduce(partial, reduced, 0, launch)
-    times = []
-    for _ in range(repeats):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(1e3 * start.elapsed_time(end) / IN_A_ROW)
-    slowest = torch.tensor([median(times[1:])], device=device)
+    microseconds = 1e3 * median(time_on_device(graph.replay, repeats)[1:]) / IN_A_ROW
+    slowest = torch.tensor([microseconds], device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
     return float(slowest)
 

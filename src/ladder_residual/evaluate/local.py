@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..common.json_lines import json_line
 from ..common.suggest import did_you_mean
 from .rows import CONVERTERS, pages_of
 from .tasks import Task
@@ -135,10 +136,7 @@ def read_rows(path: Path, task: str) -> list[Row]:
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+        row = json_line(path, number, line)
         if not isinstance(row, dict):
             raise ValueError(f"{path}, line {number}: expected a JSON object, found a {type(row).__name__}")
         try:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..common.json_lines import json_line
+
 REQUESTS_FORMAT = "ladder-residual requests 1"
 SCORES_FORMAT = "ladder-residual scores 1"
 
@@ -62,7 +64,7 @@ class Requests:
                 lines = file.read().splitlines()
         except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
             raise ValueError(f"cannot read the requests in {path}: {error}") from error
-        header = _json(path, 1, lines[0] if lines else "")
+        header = json_line(path, 1, lines[0] if lines else "")
         if (
             not isinstance(header, dict)
             or header.get("format") != REQUESTS_FORMAT
@@ -82,15 +84,8 @@ class Requests:
         return cls(groups, header)
 
 
-def _json(path: str | Path, number: int, line: str) -> Any:
-    try:
-        return json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
-
-
 def _request(path: str | Path, number: int, line: str) -> Request:
-    row = _json(path, number, line)
+    row = json_line(path, number, line)
     good = isinstance(row, list) and len(row) == 2 and all(isinstance(part, list) and part for part in row)
     if not good or not all(type(token) is int and token >= 0 for part in row for token in part):
         raise ValueError(f"{path}, line {number}: expected [[context ids], [continuation ids]], neither empty")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,8 @@ def _items(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def paired_stderr(ours: Sequence[float], theirs: Sequence[float]) -> float | None:
     """Standard error of the mean of the rows' differences."""
-    count = len(ours)
-    if count < 2:
-        return None
     differences = [a - b for a, b in zip(ours, theirs, strict=True)]
-    mean = math.fsum(differences) / count
-    return math.sqrt(math.fsum((d - mean) ** 2 for d in differences) / (count - 1) / count)
+    return statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
 
 
 def paired_stderr_per_token(ours: Sequence[Sequence[float]], theirs: Sequence[Sequence[float]]) -> float | None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ..common.json_lines import json_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,10 +39,7 @@ def parse_prompts(path: Path) -> list[str] | list[Messages]:
         if path.suffix != ".jsonl":
             texts.append(line.removesuffix("\r"))
             continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from error
+        row = json_line(path, number, line)
         if isinstance(row, dict) and isinstance(row.get("prompt"), str):
             texts.append(row["prompt"])
         elif isinstance(row, dict) and isinstance(row.get("messages"), list):

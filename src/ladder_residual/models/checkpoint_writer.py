@@ -44,6 +44,15 @@ class DirectoryWriter:
         """Replace a file that a library has written."""
         replace_text(self.path / name, text)
 
+    def write_tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
+        from safetensors.torch import save_file
+
+        save_file(tensors, self.path / name, metadata={"format": "pt"})
+
+    def write_index(self, files: Mapping[str, str], total_bytes: int) -> None:
+        """Which file holds each tensor, where there is more than one file."""
+        self.write(INDEX, json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": files}, indent=1))
+
     def copy(self, source: Path, name: str) -> str:
         (self.path / name).open("xb").close()
         shutil.copyfile(source, self.path / name)
@@ -64,8 +73,6 @@ def rewrite_weights(
     checkpoint: Checkpoint, directory: DirectoryWriter, change: Callable[[str, Tensor], Mapping[str, Tensor]]
 ) -> tuple[int, int]:
     """The files of ``checkpoint`` with what ``change`` makes of each tensor, one file after the other: bytes before and after."""
-    from safetensors.torch import save_file
-
     where: dict[str, str] = {}
     before = after = 0
     for file in sorted(set(checkpoint.files.values())):
@@ -76,11 +83,11 @@ def rewrite_weights(
             before += tensor.nbytes
             changed = {name: tensor} if buffer else change(name, tensor)
             tensors |= {part: value.contiguous() for part, value in changed.items()}
-        save_file(tensors, directory.path / file, metadata={"format": "pt"})
+        directory.write_tensors(file, tensors)
         after += sum(tensor.nbytes for tensor in tensors.values())
         where |= dict.fromkeys(tensors, file)
     if (checkpoint.directory / INDEX).exists():
-        directory.write(INDEX, json.dumps({"metadata": {"total_size": after}, "weight_map": where}, indent=1))
+        directory.write_index(where, after)
     return before, after
 
 

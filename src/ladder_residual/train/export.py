@@ -5,18 +5,16 @@ Read from the checkpoint on disk, a few gigabytes at a time, by one process: not
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
 from ..data.tokenizer import read_tokenizer
-from ..models.checkpoint_writer import new_directory
+from ..models.checkpoint_writer import DirectoryWriter, new_directory
 from ..models.finite import NonFiniteError, cast_finite
 from ..models.hf import ladder_classes
 from ..models.hf_config import STUB, stub_text
@@ -58,7 +56,7 @@ def export(
             model = AutoModelForCausalLM.from_config(config)
     _check_shapes(newest, stored, {name: parameter.shape for name, parameter in model.named_parameters()})
     with new_directory(target, overwrite=overwrite) as directory:
-        _write_weights(newest, stored, directory.path, DTYPES[wanted])
+        _write_weights(newest, stored, directory, DTYPES[wanted])
         config.dtype = DTYPES[wanted]
         config.architectures = [ladder_classes(recipe.model.shape().family)[1].__name__]
         config.save_pretrained(directory.path)
@@ -87,7 +85,7 @@ def _check_shapes(checkpoint: Path, stored: Stored, expected: dict[str, torch.Si
             raise ValueError(f"{checkpoint}: {name} is {found:.80}, its recipe needs {list(expected[name])} of floats")
 
 
-def _write_weights(checkpoint: Path, stored: Stored, target: Path, dtype: torch.dtype) -> None:
+def _write_weights(checkpoint: Path, stored: Stored, directory: DirectoryWriter, dtype: torch.dtype) -> None:
     groups = list(_in_shards({name: entry.size.numel() * dtype.itemsize for name, entry in stored.items()}))
     where: dict[str, str] = {}
     for number, names in enumerate(groups, start=1):
@@ -100,12 +98,10 @@ def _write_weights(checkpoint: Path, stored: Stored, target: Path, dtype: torch.
             weights = {name: cast_finite(name, state[f"model.{name}"], dtype) for name in names}
         except NonFiniteError as error:
             raise NonFiniteError(f"{checkpoint}: {error}; --dtype bfloat16 and float32 have the widest range") from None
-        save_file(weights, target / file, metadata={"format": "pt"})
+        directory.write_tensors(file, weights)
         where |= dict.fromkeys(names, file)
     if len(groups) > 1:
-        total = sum(entry.size.numel() * dtype.itemsize for entry in stored.values())
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        (target / "model.safetensors.index.json").write_text(json.dumps(index, indent=1), encoding="utf-8")
+        directory.write_index(where, sum(entry.size.numel() * dtype.itemsize for entry in stored.values()))
 
 
 def _in_shards(sizes: dict[str, int]) -> Iterator[list[str]]:

@@ -87,7 +87,7 @@ class GemvTiles:
         splits = pick_kv_splits(sizes, max_context, 1)
         half = max(splits // 2, 1)
         qkv, inner, hidden, ff = sizes.hidden // split_k, sizes.heads * sizes.head_dim, sizes.hidden, sizes.intermediate
-        head = _tile(8, 4, 1, hidden)
+        head = _tile(8, 4, 1, hidden)  # rows, warps, stages, and columns of the matrix; a set: QKV, output, gate/up, down, head
         rank = [
             cls(_tile(4, 4, 1, qkv), _tile(4, 2, 1, inner), _tile(16, 2, 1, hidden), _tile(8, 2, 2, ff), head, split_k, splits),
             cls(_tile(4, 4, 1, qkv), _tile(16, 2, 1, inner), _tile(16, 2, 1, hidden), _tile(4, 4, 1, ff), head, split_k, half),
