@@ -79,18 +79,8 @@ def bench_overlap(
     from ..distributed.world import distributed
 
     with distributed(device) as world:
-        result = run(
-            world,
-            source=model,
-            layers=layers,
-            wirings=names,
-            latency=seconds,
-            batch=batch,
-            prompt=prompt,
-            repeats=repeats,
-            dtype=dtype,
-            phase=phase,
-        )
+        asked: dict[str, Any] = {"batch": batch, "prompt": prompt, "repeats": repeats, "dtype": dtype, "phase": phase}
+        result = run(world, source=model, layers=layers, wirings=names, latency=seconds, **asked)
         if world.is_main:
             _print_overlap(result)
             print_json(result)

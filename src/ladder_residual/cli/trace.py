@@ -61,7 +61,15 @@ def trace_recorded(
         raise ValueError("a recorded run needs a latency in numbers, such as 3ms, or 0 for the link as it is")
     from ..trace.request import check_request
 
-    check_request(source=model, layers=layers, wirings=names, batch=batch, prompt=prompt, steps=steps, tp=tp)
+    asked: dict[str, Any] = {
+        "source": model,
+        "layers": layers,
+        "wirings": names,
+        "batch": batch,
+        "prompt": prompt,
+        "steps": steps,
+    }
+    check_request(**asked, tp=tp)
     if tp == 1:
         raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
     check_can_write(out)
@@ -72,19 +80,7 @@ def trace_recorded(
     from ..trace.record import record
 
     with distributed(device) as world:
-        result = record(
-            world,
-            source=model,
-            layers=layers,
-            wirings=names,
-            latency=seconds,
-            batch=batch,
-            prompt=prompt,
-            steps=steps,
-            dtype=dtype,
-            folder=out,
-            profiles=profiles,
-        )
+        result = record(world, **asked, latency=seconds, dtype=dtype, folder=out, profiles=profiles)
         if world.is_main:
             if as_json:
                 print(json.dumps(result))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -121,16 +122,9 @@ class AsyncReducer(GroupReducer):
 class LatencyReducer(AsyncReducer):
     """An asynchronous reducer over an *emulated* slower link: no result is there sooner than ``seconds`` after its start."""
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup | None = None,
-        sockets: PeerSockets | None = None,
-        small_allreduce_bytes: int | None = None,
-        comm_dtype: str = "same",
-        *,
-        seconds: float,
-    ) -> None:
-        super().__init__(group, sockets, small_allreduce_bytes, comm_dtype)
+    def __init__(self, *arguments: Any, seconds: float) -> None:
+        """``arguments`` are those of ``AsyncReducer``."""
+        super().__init__(*arguments)
         if not 0 <= seconds <= 60:
             raise ValueError(f"an emulated latency is between 0 and 60 seconds, got {seconds}")
         self.seconds = seconds

@@ -76,22 +76,22 @@ def test_headers(name, data):
     st.lists(st.tuples(st.integers(0, 64), st.integers(1, 64)), min_size=1, max_size=2),
     st.sampled_from([1, 4, 8, 16, 32]),
 )
-def test_what_a_cut_keeps_is_that_part_of_the_weight_or_it_is_refused(name, dim, spans, unit):
-    """The slow twin of every cut: dequantise all of it, then take the part."""
+def test_what_a_shard_keeps_is_that_part_of_the_weight_or_it_is_refused(name, dim, spans, unit):
+    """The slow twin of every shard: dequantise all of it, then take the part."""
     ranges = tuple((first * unit % 256, min(256, first * unit % 256 + length * unit)) for first, length in spans)
     if len(ranges) == 2 and not ranges[0][1] <= ranges[1][0]:
         ranges = ranges[:1]
     if len(ranges) == 2 and dim == 1:
-        ranges = ranges[:1]  # columns are never cut in two ranges
+        ranges = ranges[:1]  # columns are never sharded in two ranges
     weight = torch.randn(256, 256, generator=torch.Generator().manual_seed(4))
     parts, dense = FORMATS[name][1](weight)
     layout, shard = layout_of(spec_of(name)), ShardSpec(dim, ranges)
     try:
-        cut = layout.cut((256, 256), shard)
+        specs = layout.shard_specs((256, 256), shard)
     except ValueError as error:
         assert "no whole number of" in str(error)
         return
-    kept = {part: part_of(tensor, cut[part]) for part, tensor in parts.items() if part in cut}
+    kept = {part: part_of(tensor, specs[part]) for part, tensor in parts.items() if part in specs}
     assert torch.equal(layout.dequantise(kept, (256, 256)), part_of(dense, shard))
 
 

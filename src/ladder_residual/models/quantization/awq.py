@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import NIBBLES, SCALES, Cut, Layout, Stored, expect, grouped, scaled_down, take, unpacked
+from .layout import NIBBLES, SCALES, Layout, ShardSpecs, Stored, expect, grouped, scaled_down, take, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,7 +31,7 @@ class Awq(Layout):
         expect("qzeros", take(held, "qzeros", ("I32",)), (columns // size, rows // NIBBLES))
         return rows, columns
 
-    def cut(self, whole: tuple[int, int], spec: ShardSpec | None) -> Cut:
+    def shard_specs(self, whole: tuple[int, int], spec: ShardSpec | None) -> ShardSpecs:
         if spec is None:
             return dict.fromkeys(self.parts)
         if spec.dim == 0:

@@ -104,8 +104,8 @@ class QuantizedCheckpoint(Checkpoint):
         self.used.add(name)
         weight = self.weights[name]
         with self._blamed(weight.module):
-            cut = self.layout.cut(weight.shape, spec)
-        parts = {part: self.read_stored(weight.name_of(part), kept) for part, kept in cut.items() if part in weight.held}
+            specs = self.layout.shard_specs(weight.shape, spec)
+        parts = {part: self.read_stored(weight.name_of(part), kept) for part, kept in specs.items() if part in weight.held}
         if not self.allow_nonfinite:
             for part in parts.keys() & self.layout.scales:
                 check_weight(weight.name_of(part), parts[part], self._file(weight, part))
@@ -148,14 +148,14 @@ class QuantizedCheckpoint(Checkpoint):
         for rank in range(tp):
             for name, weight in self.weights.items():
                 with self._blamed(weight.module):
-                    self.layout.cut(weight.shape, shard_of(name, weight.shape, shape, tp, rank))
+                    self.layout.shard_specs(weight.shape, shard_of(name, weight.shape, shape, tp, rank))
 
     def stored_bytes(self, name: str, spec: ShardSpec | None, itemsize: int) -> int:
         if name not in self.weights:
             return super().stored_bytes(name, spec, itemsize)
         weight, total = self.weights[name], 0
         with self._blamed(weight.module):
-            for part, kept in self.layout.cut(weight.shape, spec).items():
+            for part, kept in self.layout.shard_specs(weight.shape, spec).items():
                 if part in weight.held:
                     shape, dtype = weight.held[part]
                     total += BYTES[dtype] * prod(kept.local_shape(shape) if kept else shape)

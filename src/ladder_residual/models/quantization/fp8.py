@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import PLAIN, SCALES, Cut, Layout, Stored, expect, scaled_down, take
+from .layout import PLAIN, SCALES, Layout, ShardSpecs, Stored, expect, scaled_down, take
 from .spec import QuantSpec
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Fp8(Layout):
             expect(name, scale, (), (1,))
         return rows, columns
 
-    def cut(self, whole: tuple[int, int], spec: ShardSpec | None) -> Cut:
+    def shard_specs(self, whole: tuple[int, int], spec: ShardSpec | None) -> ShardSpecs:
         scale = None
         if spec and self.spec.block:
             side = self.spec.block[spec.dim]

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import NIBBLES, SCALES, Cut, Layout, Stored, check_groups, expect, grouped, scaled_down, take, unpacked
+from .layout import NIBBLES, SCALES, Layout, ShardSpecs, Stored, check_groups, expect, grouped, scaled_down, take, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,7 +35,7 @@ class Gptq(Layout):
             expect("g_idx", take(held, "g_idx", ("I32", "I64")), (columns,))
         return rows, columns
 
-    def cut(self, whole: tuple[int, int], spec: ShardSpec | None) -> Cut:
+    def shard_specs(self, whole: tuple[int, int], spec: ShardSpec | None) -> ShardSpecs:
         if spec is None:
             return dict.fromkeys(self.parts)
         if spec.dim == 0:

@@ -1,6 +1,6 @@
 """The tensors that make up one quantised weight: their names, their shapes, the part of each that a rank keeps, their sum.
 
-A ``Layout`` knows one format. A weight is [out, in] whatever its tensors look like, and what ``cut`` keeps of them is again a
+A ``Layout`` knows one format. A weight is [out, in] whatever its tensors look like, and the shards of them are again a
 quantised weight of that format: scales, zero points, packed columns and ``g_idx`` travel with it.
 """
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 PLAIN = ("F64", "F32", "F16", "BF16")
 SCALES = ("F32", "F16", "BF16")
 NIBBLES = 8  # int4 numbers in an int32
-Cut = dict[str, ShardSpec | None]  # of each tensor; None keeps all of it
+ShardSpecs = dict[str, ShardSpec | None]  # of each tensor; None: a rank reads all of it
 
 
 class Stored(NamedTuple):
@@ -47,12 +47,12 @@ class Layout(ABC):
         """[out, in] of the weight. ValueError unless the tensors fit each other."""
 
     @abstractmethod
-    def cut(self, whole: tuple[int, int], spec: ShardSpec | None) -> Cut:
+    def shard_specs(self, whole: tuple[int, int], spec: ShardSpec | None) -> ShardSpecs:
         """What a rank reads of each tensor to hold ``spec`` of the weight. ValueError if that is no whole number of groups."""
 
     @abstractmethod
     def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
-        """In float32, of all the parts or of what ``cut`` keeps of them; ``whole`` is the shape of the uncut weight."""
+        """In float32, of all the parts or of the shards of them; ``whole`` is the shape of the whole weight."""
 
 
 def take(held: Mapping[str, Stored], name: str, dtypes: tuple[str, ...]) -> tuple[int, ...]:

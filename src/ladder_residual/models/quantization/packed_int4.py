@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import NIBBLES, SCALES, Cut, Layout, Stored, check_groups, expect, grouped, scaled_down, take, unpacked
+from .layout import NIBBLES, SCALES, Layout, ShardSpecs, Stored, check_groups, expect, grouped, scaled_down, take, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,24 +40,24 @@ class PackedInt4(Layout):
             raise ValueError("has weight_g_idx, but quantization_config says nothing of actorder: group")
         return rows, columns
 
-    def cut(self, whole: tuple[int, int], spec: ShardSpec | None) -> Cut:
-        cut: Cut = {"weight_packed": spec, "weight_scale": None, "weight_shape": None}
+    def shard_specs(self, whole: tuple[int, int], spec: ShardSpec | None) -> ShardSpecs:
+        specs: ShardSpecs = {"weight_packed": spec, "weight_scale": None, "weight_shape": None}
         zeros = order = None
         if spec and spec.dim == 0:
-            cut["weight_scale"] = spec
+            specs["weight_scale"] = spec
             if self.spec.zero_points:
                 zeros = scaled_down(spec, NIBBLES, whole[0], 0, f"int32 with {NIBBLES} zero points")
         elif spec:
-            cut["weight_packed"] = scaled_down(spec, NIBBLES, whole[1], 1, f"int32 with {NIBBLES} columns")
+            specs["weight_packed"] = scaled_down(spec, NIBBLES, whole[1], 1, f"int32 with {NIBBLES} columns")
             if self.spec.act_order:
                 order = ShardSpec(0, spec.ranges)  # its columns may lie in any group: all scales stay
             elif self.spec.group:
-                cut["weight_scale"] = zeros = scaled_down(spec, self.spec.group, whole[1], 1, f"groups of {self.spec.group}")
+                specs["weight_scale"] = zeros = scaled_down(spec, self.spec.group, whole[1], 1, f"groups of {self.spec.group}")
         if self.spec.zero_points:
-            cut["weight_zero_point"] = zeros
+            specs["weight_zero_point"] = zeros
         if self.spec.act_order:
-            cut["weight_g_idx"] = order
-        return cut
+            specs["weight_g_idx"] = order
+        return specs
 
     def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
         if (said := parts["weight_shape"].tolist()) != list(whole):
