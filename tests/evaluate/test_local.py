@@ -10,12 +10,7 @@ import pytest
 from ladder_residual.evaluate.local import MissingFile, local_task, read_rows
 from ladder_residual.evaluate.rows import pages_of
 from ladder_residual.evaluate.tasks import SETS, TASKS, unknown_task, wanted_tasks
-from tests.eval_files import arc, gsm8k, hellaswag, mmlu, piqa, sciq, truthfulqa, winogrande, write_lines, write_tasks
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return write_tasks(tmp_path_factory.mktemp("local") / "tasks")
+from tests.eval_files import arc, gsm8k, hellaswag, mmlu, piqa, sciq, truthfulqa, winogrande, write_lines
 
 
 def test_the_table_is_what_the_harness_has():
@@ -88,8 +83,10 @@ def test_an_unknown_task_gets_a_near_one():
     assert "paper-adapt" in str(unknown_task("zzzzzz", []))
 
 
-def test_files_are_found_and_differences_noted(folder):
-    found = {name: local_task(TASKS[name], [folder], shots) for name, shots in [("arc_easy", 3), ("hellaswag", 2), ("sciq", 0)]}
+def test_files_are_found_and_differences_noted(task_folder):
+    found = {
+        name: local_task(TASKS[name], [task_folder], shots) for name, shots in [("arc_easy", 3), ("hellaswag", 2), ("sciq", 0)]
+    }
     assert len(found["arc_easy"].rows) == 6
     assert len(found["arc_easy"].examples) == 8
     assert found["arc_easy"].caveats == [
@@ -99,26 +96,26 @@ def test_files_are_found_and_differences_noted(folder):
     assert found["hellaswag"].examples == []  # its own rows, the harness leaves the one in question out
     assert "never the row itself" in found["hellaswag"].caveats[1]
     assert found["sciq"].caveats == ["validation rows (sciq_val.jsonl) instead of the harness's test split"]
-    assert len(local_task(TASKS["wikitext"], [folder], 0).rows) == 2
+    assert len(local_task(TASKS["wikitext"], [task_folder], 0).rows) == 2
 
 
-def test_an_earlier_folder_wins_and_another_fills_in(folder, tmp_path):
+def test_an_earlier_folder_wins_and_another_fills_in(task_folder, tmp_path):
     write_lines(tmp_path / "piqa_val.jsonl", [piqa(1), piqa(2)])
     write_lines(tmp_path / "gsm8k_train.jsonl", [gsm8k(1)] * 9)
-    assert len(local_task(TASKS["piqa"], [tmp_path, folder], 0).rows) == 2
-    assert len(local_task(TASKS["piqa"], [folder, tmp_path], 0).rows) == 6
-    both = local_task(TASKS["gsm8k"], [folder, tmp_path], 8)
+    assert len(local_task(TASKS["piqa"], [tmp_path, task_folder], 0).rows) == 2
+    assert len(local_task(TASKS["piqa"], [task_folder, tmp_path], 0).rows) == 6
+    both = local_task(TASKS["gsm8k"], [task_folder, tmp_path], 8)
     assert (len(both.rows), len(both.examples)) == (6, 9)
 
 
-def test_missing_and_ambiguous_files(folder, tmp_path):
+def test_missing_and_ambiguous_files(task_folder, tmp_path):
     with pytest.raises(MissingFile, match=r"no file for task arc_challenge in .*arc_challenge_test.jsonl"):
-        local_task(TASKS["arc_challenge"], [folder], 0)
+        local_task(TASKS["arc_challenge"], [task_folder], 0)
     with pytest.raises(ValueError, match="is not a folder"):
-        local_task(TASKS["piqa"], [folder / "none"], 0)
+        local_task(TASKS["piqa"], [task_folder / "none"], 0)
     (wanted,) = wanted_tasks("arc_eazy")
     with pytest.raises(ValueError, match="did you mean 'arc_easy'"):
-        local_task(wanted.task, [folder], 0)
+        local_task(wanted.task, [task_folder], 0)
     write_lines(tmp_path / "piqa_val.jsonl", [piqa(1)])
     write_lines(tmp_path / "piqa_val100.jsonl", [piqa(1)])
     with pytest.raises(ValueError, match=r"piqa_val.jsonl and piqa_val100.jsonl are both validation rows"):

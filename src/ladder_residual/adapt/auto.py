@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from ..core.config import Wiring
+
 SEQUENCE = 256  # many short rows tell chance from cost better than few long ones
 # What a choice may cost: minutes on two cores for a model of 135M parameters, seconds on a GPU.
 TOKENS = {"cpu": 2048, "cuda": 65_536}
@@ -76,7 +78,7 @@ def choose(source: str, request: Request, device: str = "auto") -> tuple[str, di
             f"{cheapest.loss - selection.original_loss:.4f}; raise --budget (retraining recovers far more than that)"
         )
     layers = selection.chosen[size].layers
-    spec = _spec(layers, selection.layers)
+    spec = Wiring("ladder", layers, selection.layers).spec
     document = {
         "wiring": spec,
         "layers": list(layers),
@@ -125,12 +127,6 @@ def some_sizes(sizes: Iterable[int], size: int, most: int | None) -> list[int]:
         return every
     evenly = {every[round((len(every) - 1) * step / (most - 1))] for step in range(1, most)}
     return sorted(evenly | {size} - {0})
-
-
-def _spec(layers: tuple[int, ...], count: int) -> str:
-    from ..core.config import Wiring
-
-    return Wiring("ladder", layers, count).spec
 
 
 def save(document: dict[str, Any], target: Path, write: Callable[[str], None] = print) -> None:
