@@ -100,6 +100,17 @@ def test_tests_lie_under_the_path_of_what_they_test():
     assert wrong == SUITES
 
 
+def test_no_test_imports_another():
+    """What several share is a fixture or stands in a file without tests. The suite for GPUs is one program in several files."""
+    found = [
+        f"{path.name}: {node.module}"
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and ".test_" in (node.module or "") and not node.module.startswith("tests.gpu.")
+    ]
+    assert not found
+
+
 if __name__ == "__main__":
     found = package_graph()
     for layer in layers():

@@ -5,13 +5,14 @@ import copy
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from ladder_residual.core.config import Wiring
 from ladder_residual.models.chunks import local_part
 from ladder_residual.models.families import FAMILIES, family_of
 from ladder_residual.models.hf import rewire
 from ladder_residual.models.hf_config import wiring_of
 from ladder_residual.models.loading import place_parameters, set_reducers
 from ladder_residual.models.presets import ModelShape
-from ladder_residual.models.sharding import check_divides
+from ladder_residual.models.sharding import check_divides, shard_of
 
 LAYERS = 4
 VOCAB = 131  # a prime: no number of ranks divides it
@@ -160,3 +161,68 @@ def head_logits(model, hidden):
 
 def clone(model):
     return copy.deepcopy(model)
+
+
+def simulated(model, spec, ranks, inputs):
+    """``ranks`` streams in one process, differentiable. A rank's partial is the whole module with the inputs of its output
+    projection zeroed where they belong to other ranks: nothing of the sharding code is used."""
+    wiring, family, config = Wiring.parse(spec, LAYERS), FAMILIES["llama"], model.config
+    _, kwargs = layer_inputs(model, **inputs)
+    x = model.get_input_embeddings()(inputs["input_ids"])
+
+    def partial(layer, which, rank, stream):
+        output = layer.self_attn.o_proj if which == 0 else layer.mlp.down_proj
+        columns = config.num_attention_heads * config.head_dim if which == 0 else config.intermediate_size
+        keep = torch.zeros(columns)
+        keep[rank * columns // ranks : (rank + 1) * columns // ranks] = 1
+        hooks = [
+            output.register_forward_pre_hook(lambda module, args: (args[0] * keep,)),
+            output.register_forward_hook(lambda module, args, out: out if rank == 0 else out - module.bias),
+        ]
+        try:
+            return modules_of(layer, family, kwargs[0])[which](stream)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    streams = [x] * ranks
+    late = []  # delayed: (module number, partials of all ranks) still missing from the other ranks' streams
+
+    def deliver(before):
+        while late and late[0][0] < before:
+            _, partials = late.pop(0)
+            total = sum(partials)
+            streams[:] = [s + total - p for s, p in zip(streams, partials, strict=True)]
+
+    diverged, number = False, 0
+    for index, layer in enumerate(model.base_model.layers):
+        for which in (0, 1):
+            number += 1
+            kind = wiring.kind_of(index)
+            if kind == "standard":
+                deliver(number)
+                if diverged:
+                    streams, diverged = [sum(streams) / ranks] * ranks, False
+            elif kind == "delayed":
+                deliver(number - wiring.step)
+            partials = [partial(layer, which, rank, streams[rank]) for rank in range(ranks)]
+            if kind == "standard":
+                streams = [s + sum(partials) for s in streams]
+            elif kind == "desync" and number % wiring.step == 0:
+                streams, diverged = [sum(partials) + sum(streams) / ranks] * ranks, False
+            else:
+                streams = [s + p for s, p in zip(streams, partials, strict=True)]
+                diverged = kind == "desync"
+                if kind == "delayed":
+                    late.append((number, partials))
+    deliver(number + 1)
+    if diverged:
+        streams = [sum(streams) / ranks] * ranks
+    # Each rank computes its own rows of the vocabulary from its own stream (they differ without communication).
+    rows = []
+    for rank in range(ranks):
+        logits = head_logits(model, model.model.norm(streams[rank]))
+        shape = ModelShape.from_hf(config.to_dict())
+        start, stop = shard_of("lm_head.weight", (config.vocab_size,), shape, ranks, rank).ranges[0]
+        rows.append(logits[..., start:stop])
+    return torch.cat(rows, -1)

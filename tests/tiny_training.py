@@ -99,3 +99,11 @@ def check_same(found, expected, tolerance):
     for step, (loss, norm) in expected.items():
         assert found[step][0] == pytest.approx(loss, rel=tolerance), step
         assert found[step][1] == pytest.approx(norm, rel=20 * tolerance), step  # the norm magnifies what the loss rounds
+
+
+def as_toml(document):
+    lines = [f"name = {document['name']!r}"]
+    for table, values in document.items():
+        if isinstance(values, dict):
+            lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
+    return "\n".join(lines)

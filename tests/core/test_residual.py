@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from ladder_residual.core.residual import ResidualChain
-from tests.core.test_wiring import by_hand, toy_modules
+from tests.core.toy import by_hand, toy_modules
 
 
 class EncoderBranch(nn.Module):

@@ -4,16 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from ladder_residual.core.config import Wiring
 from ladder_residual.core.reduce import RecordingReducer
 from ladder_residual.core.wiring import Branch, State, finalize, step
-
-
-def toy_modules(count, width=6):
-    torch.manual_seed(count)
-    return [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.Tanh()) for _ in range(count)]
+from tests.core.toy import by_hand, toy_modules
 
 
 def run(spec, modules, x, reducer):
@@ -23,14 +18,6 @@ def run(spec, modules, x, reducer):
         branches = [Branch(module) for module in modules[2 * layer : 2 * layer + 2]]
         state = step(wiring, layer, state, branches, reducer)
     return finalize(state, reducer)
-
-
-def by_hand(modules, x, ladder_layers):
-    xs = [x]
-    for i, h in enumerate(modules):
-        read = xs[max(len(xs) - 2, 0)] if i // 2 in ladder_layers else xs[-1]
-        xs.append(xs[-1] + h(read))
-    return xs[-1]
 
 
 @settings(max_examples=60)

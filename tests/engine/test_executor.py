@@ -14,16 +14,14 @@ from ladder_residual.engine.ops.prefill import PrefillOps
 from ladder_residual.engine.reducers import NcclReducer, NoReducer
 from ladder_residual.engine.schedule import available_schedules
 from tests.engine.reference import ReferenceDecoder
-from tests.engine.tiny import CPU, make_executor, random_tokens, tiny_rank, tiny_shape
+from tests.engine.tiny import CPU, LAYERS, SHAPE, make_executor, random_tokens, tiny_rank
 from tests.ranks import run_on_ranks
 
-LAYERS = 6
 WIRINGS = [
     "standard", "ladder", "ladder:3-5", "ladder:0-2", "ladder:1,3,4", "parallel", "parallel:2-3", "desync-2x", "desync-4x",
     "desync-5x", "desync-3x:0-2", "no-comm", "delayed-1", "delayed-3", "delayed-2:1-3",
 ]  # fmt: skip
 CASES = [(spec, schedule) for spec in WIRINGS for schedule in available_schedules(Wiring.parse(spec, LAYERS))]
-SHAPE = tiny_shape("qwen3", num_layers=LAYERS, num_heads=4, num_kv_heads=2, vocab_size=25)
 ONE_TOKEN = torch.zeros(1, 1, dtype=torch.long)
 
 

@@ -10,8 +10,7 @@ from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.weights import random_weights, stack_weights
 from ladder_residual.models.sharding import split
 from tests.engine.reference import ReferenceDecoder
-from tests.engine.test_executor import LAYERS, SHAPE
-from tests.engine.tiny import random_tokens, tiny_rank
+from tests.engine.tiny import LAYERS, SHAPE, random_tokens, tiny_rank
 
 
 @pytest.mark.parametrize("wiring", ["ladder", "parallel", "desync-2x", "no-comm", "ladder:3-5"])

@@ -77,3 +77,7 @@ def decode_error(shape, wiring, make_ops, *, batch=1, prompt=3, schedule="serial
         assert torch.isfinite(logits).all()
         worst = max(worst, float((logits - expected).norm() / expected.norm()))
     return worst
+
+
+LAYERS = 6
+SHAPE = tiny_shape("qwen3", num_layers=LAYERS, num_heads=4, num_kv_heads=2, vocab_size=25)  # enough layers for every mixture

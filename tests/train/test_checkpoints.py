@@ -1,6 +1,5 @@
 """Checkpoints: killed at any moment, resumed on any ranks, damaged or forged, a run goes on or says why not."""
 
-import json
 import random
 import resource
 import shutil
@@ -22,7 +21,16 @@ from ladder_residual.train.manifest import MANIFEST
 from ladder_residual.train.recipe import Recipe
 from tests.forged import damage, forge_metadata
 from tests.ranks import run_on_ranks
-from tests.tiny_training import LAYOUTS, check_same, steps_logged, tiny_recipe, train_and_kill, train_on_ranks, trained_losses
+from tests.tiny_training import (
+    LAYOUTS,
+    as_toml,
+    check_same,
+    steps_logged,
+    tiny_recipe,
+    train_and_kill,
+    train_on_ranks,
+    trained_losses,
+)
 
 
 def test_killed_at_any_moment_a_run_goes_on_bit_for_bit(corpus, alone, tmp_path):
@@ -76,14 +84,6 @@ def test_ranks_that_are_killed_go_on_within_rounding(corpus, alone, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "resumed from" in done.stderr
     check_same(trained_losses(tmp_path / "run"), trained_losses(alone["ladder"]), 1e-5)
-
-
-def as_toml(document):
-    lines = [f"name = {document['name']!r}"]
-    for table, values in document.items():
-        if isinstance(values, dict):
-            lines += [f"[{table}]", *(f"{key} = {json.dumps(value)}" for key, value in values.items())]
-    return "\n".join(lines)
 
 
 @pytest.mark.parametrize(

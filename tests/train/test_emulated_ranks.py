@@ -8,9 +8,8 @@ from ladder_residual.train.compile import compile_layers
 from ladder_residual.train.emulated_ranks import emulate_ranks
 from ladder_residual.train.loop import train
 from ladder_residual.train.recipe import Recipe
-from tests.models.test_tensor_parallel import simulated
 from tests.ranks import run_on_ranks
-from tests.tiny_models import VOCAB, clone, random_ids, relative, tiny_model
+from tests.tiny_models import VOCAB, clone, random_ids, relative, simulated, tiny_model
 from tests.tiny_training import MODEL, check_same, tiny_recipe, train_on_ranks, trained_losses
 
 IDS = random_ids(3, 9)

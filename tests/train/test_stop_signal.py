@@ -20,8 +20,7 @@ from ladder_residual.train.loop import Loop, train
 from ladder_residual.train.recipe import Recipe
 from ladder_residual.train.run_lock import run_lock
 from tests.ranks import run_on_ranks
-from tests.tiny_training import check_same, steps_logged, tiny_recipe, train_on_ranks, trained_losses
-from tests.train.test_checkpoints import as_toml
+from tests.tiny_training import as_toml, check_same, steps_logged, tiny_recipe, train_on_ranks, trained_losses
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """Each layout against plain loops over its public definition, and against the libraries that define it."""
 
-import math
 import random
 
 import pytest
@@ -9,7 +8,7 @@ import torch
 from ladder_residual.models.convert import convert
 from ladder_residual.models.quantization.checkpoint import layout_of
 from ladder_residual.models.quantization.spec import read_spec
-from tests.models.quantization.written import FORMATS, write
+from tests.models.quantization.written import FORMATS, e4m3, write
 
 
 def nibble(word, place):
@@ -52,13 +51,6 @@ def by_loops(spec, parts, rows, columns):
                     scale = scale[i, 0]
             found[i, j] = (number - zero) * float(scale)
     return found
-
-
-def e4m3(byte):
-    sign, exponent, mantissa = -1 if byte >> 7 else 1, (byte >> 3) & 15, byte & 7
-    if exponent == 15 and mantissa == 7:
-        return math.nan
-    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
 
 
 def random_parts(spec, rows, columns):

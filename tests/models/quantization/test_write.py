@@ -12,8 +12,7 @@ from ladder_residual.models.inspect import inspect_checkpoint
 from ladder_residual.models.loading import load_model
 from ladder_residual.models.quantization.checkpoint import open_checkpoint
 from ladder_residual.models.quantization.write import fp8_per_channel
-from tests.models.quantization.test_layout import e4m3
-from tests.models.quantization.written import is_projection, rewrite_tensors
+from tests.models.quantization.written import e4m3, is_projection, rewrite_tensors
 from tests.ranks import run_on_ranks
 from tests.tiny_models import FAMILY_NAMES, random_ids, tiny_model
 

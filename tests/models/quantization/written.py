@@ -2,6 +2,7 @@
 reader must find is known without unpacking anything."""
 
 import json
+import math
 import shutil
 
 import torch
@@ -226,3 +227,10 @@ def rewrite_tensors(directory, change):
         directory / "model.safetensors",
         metadata={"format": "pt"},
     )
+
+
+def e4m3(byte):
+    sign, exponent, mantissa = -1 if byte >> 7 else 1, (byte >> 3) & 15, byte & 7
+    if exponent == 15 and mantissa == 7:
+        return math.nan
+    return sign * (mantissa / 8 * 2**-6 if exponent == 0 else (1 + mantissa / 8) * 2.0 ** (exponent - 7))
