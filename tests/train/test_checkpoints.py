@@ -1,5 +1,6 @@
 """Checkpoints: killed at any moment, resumed on any ranks, damaged or forged, a run goes on or says why not."""
 
+import json
 import random
 import resource
 import shutil

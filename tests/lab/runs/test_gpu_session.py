@@ -12,7 +12,7 @@ from lab.runs.engine_real_ranks import PARTS as RANK_PARTS
 from lab.runs.gpu_session import PARTS, SECONDS, Part
 from lab.serving.gpu_parts import PARTS as SERVED
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize("call", PARTS)
