@@ -168,7 +168,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_stops_and_changes_nothing(corpu
     (newest / MANIFEST).unlink()
     before = everything_in(tmp_path / "run")
     for resume in ("auto", "never"):
-        expected = "is damaged .*00000020: complete.json is missing; step-00000008: __0_0.distcp has 0 bytes.*start anew, move"
+        expected = "is damaged .*00000020: complete.json is missing; step-00000008: __0_0.distcp has 0 bytes.*start again, move"
         with pytest.raises(ValueError, match=expected if resume == "auto" else "holds a run already") as caught:
             train(Recipe.from_dict(tiny_recipe(corpus, tmp_path / "run")), quiet=True, resume=resume)
         assert "\n" not in str(caught.value)

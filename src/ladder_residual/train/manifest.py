@@ -86,4 +86,4 @@ def set_aside(path: Path) -> None:
 
 def all_damaged(folder: Path, damaged: dict[Path, str], remedy: str) -> ValueError:
     listed = "; ".join(f"{path.name}: {problem}" for path, problem in damaged.items())
-    return ValueError(f"every checkpoint in {folder} is damaged ({listed}): nothing was changed. To start anew, {remedy}")
+    return ValueError(f"every checkpoint in {folder} is damaged ({listed}): nothing was changed. To start again, {remedy}")
