@@ -188,6 +188,8 @@ def weights(box: Box, chance: Random) -> None:
         }
         written += bytes(4 * math.prod(shape))
     source = box.fresh(model__safetensors=joined(tensors, bytes(written)))
+    if chance.random() < 0.2:
+        return check_quantised(source)
     dtype = chance.choice(["auto", "auto", "float16", "bfloat16"])
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -201,6 +203,23 @@ def weights(box: Box, chance: Random) -> None:
     check_model(model, source)
     if chance.random() < 0.3:
         generate_finite(model)
+
+
+def check_quantised(source: Path) -> None:
+    """What ``convert --quantize fp8`` writes is finite, and each number is within the rounding of its row."""
+    from ladder_residual.models.convert import convert
+
+    target = source.parent / "quantised"
+    convert(source, target, quantize="fp8")
+    ours, theirs = stored(target), stored(source)
+    for name, weight in theirs.items():
+        if name not in ours or f"{name}_scale" not in ours:
+            require(same_bits(ours[name], weight), f"{name} is not quantised and was changed")
+            continue
+        found = ours[name].float() * ours[f"{name}_scale"].float()
+        rounding = weight.abs() * 2**-4 + weight.abs().amax(1, keepdim=True) / 448 * 2**-9 + 1e-44
+        require(bool(found.isfinite().all() and weight.isfinite().all()), f"{name} was written and is not finite")
+        require(bool(((found - weight).abs() <= rounding).all()), f"{name} was quantised to something else")
 
 
 def generate_finite(model: Any) -> None:
