@@ -18,7 +18,8 @@ import torch
 
 from ladder_residual.adapt.build import build_trainer, load_models
 from ladder_residual.adapt.objective import restore_forward
-from ladder_residual.adapt.run import Curve, save_result
+from ladder_residual.adapt.run import Curve
+from ladder_residual.adapt.saving import save_result
 from ladder_residual.adapt.settings import AdaptSettings, DataSource
 from ladder_residual.common.environment import environment
 from ladder_residual.data.encoder import LEARN

@@ -19,6 +19,7 @@ from ..distributed.world import World
 from ..models.checkpoint_reader import read_json, resolve
 from ..models.hf_config import wiring_of
 from ..models.loading import load_model
+from ..models.quantization.linear import memory_held
 from ..train.parallelize import parallelize
 from .attention import attention_for
 from .distillation import LossWeights
@@ -44,7 +45,7 @@ def load_models(settings: AdaptSettings, world: World) -> Models:
     compute = precision_of(settings, world)
     # The optimizer needs float32; under LoRA it never touches these weights.
     low = compute is not None and settings.method == "lora"
-    student = _load(settings.teacher if settings.control else settings.student, settings, world, "bf16" if low else "fp32")
+    student = _load(settings.trained, settings, world, "bf16" if low else "fp32")
     if not distils(settings):
         return Models(student, None)
     teacher = _load(settings.teacher, settings, world, "fp32" if compute is None else "bf16").requires_grad_(False)
@@ -56,7 +57,7 @@ def _load(source: str | None, settings: AdaptSettings, world: World, dtype: str)
     """Safetensors alone, as everywhere. Ranks hold whole models (or FSDP's shards of them), not slices of tensor parallelism."""
     assert source is not None
     attention = attention_for(read_json(resolve(source, weights=False) / "config.json"), settings.sequence)
-    return load_model(source, World(device=world.device), dtype=dtype, attention=attention)
+    return load_model(source, World(device=world.device), dtype=dtype, attention=attention, keep_quantised=True)
 
 
 def distils(settings: AdaptSettings) -> bool:
@@ -94,6 +95,9 @@ def build_trainer(
     parallelize(student, checkpoint_activations=settings.gradient_checkpointing, **options)
     if teacher is not None:
         parallelize(teacher, **options)
+    for role, held in (("student", student), ("teacher", teacher)):
+        if held is not None and (said := memory_held(held)):
+            log(f"{role}  {said}")
     log(f"student  wiring {wiring.spec}, method {settings.method}{', control' if settings.control else ''}")
     trainer = AdaptTrainer(
         settings,

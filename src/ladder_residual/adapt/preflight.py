@@ -38,10 +38,15 @@ def check_amount(layers: int | None, budget: float | None, count: int) -> None:
 
 def check_models(settings: AdaptSettings) -> None:
     found = check_source(settings.student)
-    if found.quantization is not None:
+    quantization = check_source(settings.trained).quantization if settings.control else found.quantization
+    if settings.method != "lora" and quantization is not None:
         raise ValueError(
-            f"{settings.student} is quantised ({found.quantization.describe()}), and training needs plain weights: adapt the model it "
-            f"was quantised from, then quantise the result"
+            f"{settings.trained} is quantised ({quantization.describe()}), and --method {settings.method} changes every weight: use "
+            f"--method lora, which trains an adapter beside them, or adapt the model it was quantised from and quantise the result"
+        )
+    if found.adapter is not None:
+        raise ValueError(
+            f"{settings.student} is an adapter: merge it into its base (ladder convert {settings.student} OUT), and adapt that"
         )
     files_along(found.checkpoint)
     student = found.fields

@@ -59,6 +59,8 @@ def check_refit(source: str | Path, target: str | Path, wiring: str | Wiring, ov
         raise ValueError(
             f"--refit is for ladder, whose modules read a stream that the original has too; {after.spec} is recovered with ladder adapt"
         )
+    if found.adapter is not None:
+        raise ValueError(f"{source} is an adapter: merge it into its base first (ladder convert {source} OUT)")
     if found.quantization is not None:
         raise ValueError(
             f"--refit changes weights, and those of {source} are quantised: refit the model they were quantised from"

@@ -13,7 +13,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import TrainerCallback
 
 from ..common.files import replace_text
@@ -21,20 +20,15 @@ from ..data.encoder import Encoder
 from ..data.packing import MixedRows, RowStore, build_mixture, build_rows
 from ..data.tokenizer import read_tokenizer, tokenizer_digest
 from ..distributed.world import DEFAULT_TIMEOUT_SECONDS, World
-from ..models.checkpoint_reader import Checkpoint, read_json, resolve
-from ..models.checkpoint_writer import new_directory
-from ..models.convert import files_along, rewired_config
-from ..models.families import family_of
-from ..models.finite import NonFiniteError, cast_finite
-from ..models.hf_config import wiring_of
+from ..models.checkpoint_reader import read_json, resolve
 from ..train.logs import drop_beyond, read_events
 from ..train.run_lock import run_lock
 from ..train.stop_signal import StopSignal, ignoring_interrupts
 from .build import build_trainer, load_models, tensorboard
 from .checkpoints import checkpoint_to_resume, last_checkpoint, what_is_kept
-from .objective import restore_forward
-from .outcome import FILE, compared, hold_out, sentences, share_seen
+from .outcome import compared, hold_out, sentences, share_seen
 from .preflight import check_settings
+from .saving import save_result
 from .settings import AdaptSettings
 from .trainer import AdaptTrainer, StopOnSignal
 
@@ -153,7 +147,7 @@ def _adapt(settings: AdaptSettings, world: World, encoder: Encoder, folder: Path
         stopped,
     )
     if not stopped:
-        save_result(trainer, settings, output, world, result)
+        save_result(trainer, settings, output, world, result_document(result, settings))
         log(f"written  {output}")
     return result
 
@@ -277,41 +271,3 @@ def result_document(result: Result, settings: AdaptSettings) -> dict[str, Any]:
         "texts": result.texts,
         "curve": result.curve,
     }
-
-
-def save_result(
-    trainer: AdaptTrainer, settings: AdaptSettings, output: Path, world: World, result: Result | None = None
-) -> None:
-    """Plain weights in the student's own precision, tokenizer and config: a checkpoint like the one that came in."""
-    from .sharded_state import whole_weights
-
-    student = trainer.inner
-    if settings.method == "lora":
-        adapters: Any = trainer.model
-        adapters.merge_and_unload()
-    restore_forward(student)
-    weights = whole_weights(student) if trainer.sharded else dict(student.state_dict())
-    if world.is_main:
-        source = resolve(settings.student)
-        checkpoint = Checkpoint(source)
-        stored = {"BF16": torch.bfloat16, "F16": torch.float16}.get(checkpoint.dtype(), torch.float32)
-        checkpoint.close()
-        with new_directory(output) as directory:
-            try:
-                weights = {name: cast_finite(name, tensor, stored) for name, tensor in weights.items()}
-            except NonFiniteError as error:
-                raise NonFiniteError(
-                    f"{output} was not written: {error}; {what_is_kept(Path(str(trainer.args.output_dir)))}"
-                ) from None
-            student.config.dtype = stored
-            student.save_pretrained(directory.path, state_dict=weights)
-            config = read_json(directory.path / "config.json")
-            config["use_cache"] = read_json(source / "config.json").get("use_cache", True)  # the Trainer switched it off
-            written = rewired_config(config, family_of(config), wiring_of(student.config))
-            directory.rewrite("config.json", json.dumps(written, indent=2) + "\n")
-            if result is not None:
-                directory.rewrite(FILE, json.dumps(result_document(result, settings), indent=1) + "\n")
-            for name in files_along(checkpoint):
-                if not (directory.path / name).exists():
-                    directory.copy(source / name, name)
-    world.barrier()

@@ -99,6 +99,9 @@ class AdaptSettings:
     lora_rank: Positive = 16
     lora_alpha: AboveZero = 32.0
     lora_targets: tuple[str, ...] = ()  # default: every projection of the layers
+    merge: bool = (
+        True  # into plain weights; False, and always with quantised ones: the adapter alone is written, in peft's format
+    )
 
     # Chats
     answers_only: bool = True  # next-token loss on answers only
@@ -149,8 +152,15 @@ class AdaptSettings:
             raise ValueError(f"keep={self.keep} is one checkpoint, and the newest may hold weights that just diverged: keep 2")
         if self.optimizer == "muon" and (self.method == "lora" or self.parallel == "fsdp"):
             raise ValueError("optimizer muon works on whole matrices: not with lora or fsdp; use adamw")
+        if not self.merge and self.method != "lora":
+            raise ValueError(f"merge = false keeps an adapter, and method {self.method} makes none: use method lora")
         if self.control and self.stages:
             raise ValueError("control keeps the unchanged wiring: drop stages")
+
+    @property
+    def trained(self) -> str:
+        """The checkpoint that is trained."""
+        return self.teacher if self.control and self.teacher is not None else self.student
 
     @property
     def rows_per_step(self) -> int:

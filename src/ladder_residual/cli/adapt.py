@@ -89,6 +89,13 @@ def adapt(
         float | None, typer.Option(help=default("stages_share", "Share of the run until the last stage is reached"))
     ] = None,
     lora_rank: Annotated[int | None, typer.Option(help=default("lora_rank", "Rank of the adapters of --method lora"))] = None,
+    merge: Annotated[
+        bool | None,
+        typer.Option(
+            "--merge/--no-merge",
+            help="Merge what --method lora trained, or write it alone; default: merge into plain weights.",
+        ),
+    ] = None,
     too_long: Annotated[
         str | None, typer.Option(help=default("too_long", f"Chats longer than a row: {choices(TooLong)}"))
     ] = None,

@@ -85,7 +85,7 @@ def convert(
     _check_file("--calibration", calibration)
     _check_file("--check", check)
     if quantize is not None:
-        check_quantizable(check_source(source).checkpoint, quantize)
+        check_quantizable(check_source(source), quantize)
     if refit is not None:
         check_refit(source, target, "ladder", overwrite)
     check_target(source, target, overwrite)

@@ -24,6 +24,8 @@ def inspect(source: Source, as_json: Json = False) -> None:
     console.print(f"wiring      {result['wiring']}", highlight=False)
     console.print(f"layers      {result['picture']}  (| standard, # rewired; layer 0 at the left)", highlight=False)
     console.print(f"parameters  {result['parameters']:,} in {result['dtype']}", highlight=False)
+    if adapter := result["adapter"]:
+        console.print(f"adapter     LoRA of rank {adapter['rank']} for {adapter['base']}", highlight=False)
     quantised = result["quantization"]
     if quantised:
         console.print(f"quantised   {quantised['description']}", highlight=False)

@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from ..common.memory import free_bytes
 from ..distributed.world import World
-from ..models.checkpoint_reader import read_json, resolve
+from ..models.adapter import with_config
+from ..models.checkpoint_reader import read_json
 from ..models.loading import load_model
 from ..models.presets import ModelShape
 from .batched_sampling import ATTENTION, EMPTY, WINDOW, BatchedSampler, Start, register_attention
@@ -181,7 +182,7 @@ def write_samples(
 def load_for_sampling(source: str, world: World, dtype: str = "auto") -> tuple[Any, PreTrainedTokenizerBase]:
     """The model with batched-sampling attention where its family allows that, and its tokenizer."""
     tokenizer = read_tokenizer(source)
-    config = read_json(resolve(source) / "config.json")
+    config = read_json(with_config(source) / "config.json")
     special = any(config.get(name) for name in _OWN_ATTENTION)
     register_attention()
     return load_model(source, world, dtype=dtype, attention=None if special else ATTENTION), tokenizer

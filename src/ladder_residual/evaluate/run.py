@@ -12,7 +12,8 @@ from typing import Any
 from ..common.environment import environment
 from ..distributed.world import World
 from ..generation.tokenizer import load_tokenizer
-from ..models.checkpoint_reader import read_json, resolve
+from ..models.adapter import with_config
+from ..models.checkpoint_reader import read_json
 from ..models.hf_config import wiring_of
 from ..models.loading import load_model
 from .local import read_text
@@ -180,6 +181,6 @@ def _config(source: str) -> Any:
     """The config without a model: of the file's own fields, the ones scoring needs."""
     from types import SimpleNamespace
 
-    fields = read_json(resolve(source, weights=False) / "config.json")
+    fields = read_json(with_config(source, weights=False) / "config.json")
     known = {key: fields.get(key) for key in ("max_position_embeddings", "vocab_size", "model_type")}
     return SimpleNamespace(**known)

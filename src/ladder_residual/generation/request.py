@@ -43,7 +43,7 @@ def check_request(
     """ValueError with the fix, if this cannot work on ``tp`` ranks."""
     ranks = options.emulation.tp if options.emulation else tp
     found = check_source(source, tp=ranks, wiring=options.wiring, dtype=options.dtype, uneven=options.uneven)
-    check_tokenizer_files(found.checkpoint.directory)
+    check_tokenizer_files((found.adapter or found.checkpoint).directory)
     limit = found.fields.get("max_position_embeddings")
     check_context(1, sampling.max_new_tokens, limit if isinstance(limit, int) else None)
     where = "cuda"

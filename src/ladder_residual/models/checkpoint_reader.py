@@ -167,6 +167,10 @@ class Checkpoint:
     def __contains__(self, name: str) -> bool:
         return name in self.names
 
+    def file_of(self, name: str) -> str:
+        """Where a tensor is written again."""
+        return self.files[name]
+
     def stored(self, name: str) -> tuple[tuple[int, ...], str]:
         """Shape and dtype, as the file's header has them."""
         file = self.files[name]

@@ -75,9 +75,9 @@ def rewrite_weights(
     """The files of ``checkpoint`` with what ``change`` makes of each tensor, one file after the other: bytes before and after."""
     where: dict[str, str] = {}
     before = after = 0
-    for file in sorted(set(checkpoint.files.values())):
+    for file in sorted({checkpoint.file_of(name) for name in checkpoint.names}):
         tensors: dict[str, Tensor] = {}
-        for name in [name for name, its in checkpoint.files.items() if its == file]:
+        for name in [name for name in checkpoint.names if checkpoint.file_of(name) == file]:
             buffer = checkpoint.is_computed(name) and not name.endswith(HEADS)  # of any dtype: it is no weight
             tensor = checkpoint.read_stored(name, None) if buffer else checkpoint.read(name)
             before += tensor.nbytes

@@ -9,14 +9,16 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core.config import AUTHORS_KEY, CONFIG_KEY, Wiring
+from .adapter import Adapter, is_adapter
 from .checkpoint_reader import INDEX, Checkpoint, resolve
 from .checkpoint_writer import check_replaceable, new_directory, rewrite_weights
 from .families import Family, check_wiring
 from .hf_config import STUB, auto_map, class_name, stub_text
-from .preflight import check_source
+from .preflight import CheckedSource, check_source
+from .quantization.checkpoint import QuantizedCheckpoint
 from .quantization.write import check_quantizable, config_of, write_fp8
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class Conversion:
     before: Wiring
     after: Wiring
     weights: list[str]
-    placed: str  # "linked", "copied", "refitted" or "quantised"
+    placed: str  # "linked", "copied", "refitted", "merged" or "quantised"
     kept: list[str]  # tokenizer and other files taken along
     quantised_bytes: tuple[int, int] | None = None  # of the weights, before and after
 
@@ -60,7 +62,7 @@ def convert(
     so it needs a short training to recover (``adapt``).
 
     Args:
-        source: Checkpoint directory or hub id.
+        source: Checkpoint directory or hub id; or a LoRA adapter, which is merged into its base.
         target: Directory to write. It appears whole or not at all.
         wiring: ``"ladder"``, ``"ladder:last-half"``, ``"ladder:16-31"``, ``"desync-2x"`` ...; ``"standard"`` is the way back.
             ``select_layers`` finds the layers that cost least.
@@ -81,13 +83,14 @@ def convert(
         >>> conversion.before.spec, conversion.after.spec, conversion.placed
         ('standard', 'ladder:3-4', 'linked')
     """
-    directory, target = resolve(source).resolve(), Path(target).resolve()
-    if wiring is None and quantize is None:
+    target = Path(target).resolve()
+    if wiring is None and quantize is None and not is_adapter(resolve(source)):
         raise ValueError("nothing to convert: give a wiring (ladder, ladder:last-half ...), quantize fp8, or both")
-    found = check_source(directory)
+    found = check_source(source)
     checkpoint, family, before = found.checkpoint, found.family, found.wiring
+    directory = checkpoint.directory.resolve()
     if quantize is not None:
-        check_quantizable(checkpoint, quantize)
+        check_quantizable(found, quantize)
         if refitted is not None:
             raise ValueError("refit first, then quantise the result: one conversion does either")
     wiring = before if wiring is None else wiring
@@ -99,11 +102,14 @@ def convert(
         raise ValueError(
             f"the weights of {source} were refitted for wiring {refitted_for}: convert the original to {after.spec}"
         )
-    check_target(directory, target, overwrite)
+    for read in {directory, found.adapter.directory} if found.adapter else {directory}:
+        check_target(read, target, overwrite)
     from .loading import meta_model  # not at the top: what is refused before needs no torch
     from .parameters import check_parameters
 
-    check_parameters(meta_model(found), checkpoint)
+    model = meta_model(found)
+    check_parameters(model, checkpoint)
+    merge = merging(found, model) if found.adapter else None
     checkpoint.close()
     weights = sorted(set(checkpoint.files.values()))
     kept, index = files_along(checkpoint), [INDEX] if (directory / INDEX).exists() else []
@@ -117,6 +123,11 @@ def convert(
             rewrite_weights(checkpoint, written, lambda name, old: {name: new(name, old)})
             checkpoint.close()
             config[REFIT_KEY] = after.spec
+        elif merge is not None and quantize is None:
+            methods = {"merged"}
+            rewrite_weights(checkpoint, written, lambda name, old: {name: merge(name, old)})
+            checkpoint.close()
+            config.pop("quantization_config", None)
         elif quantize is None:
             place = written.copy if copy else written.link
             methods = {place(directory / name, name) for name in weights}
@@ -124,7 +135,7 @@ def convert(
                 written.copy(directory / name, name)
         else:
             methods = {"quantised"}
-            sizes = write_fp8(checkpoint, written)
+            sizes = write_fp8(checkpoint, written, merge or (lambda name, old: old))
             config["quantization_config"] = config_of(checkpoint)
             checkpoint.close()
         for name in kept:
@@ -143,6 +154,26 @@ def as_stored(weights: Mapping[str, Tensor], checkpoint: Checkpoint) -> Callable
 
     stored = {stored_tensors(checkpoint, name, tuple(weight.shape))[0][0]: weight for name, weight in weights.items()}
     return lambda name, old: cast_finite(name, stored[name], old.dtype).to(old.device) if name in stored else old
+
+
+def merging(found: CheckedSource, model: Any) -> Callable[[str, Tensor], Tensor]:
+    """What stands under a name instead of ``old`` once the adapter is merged: plain numbers."""
+    import torch
+
+    from .finite import cast_finite
+    from .parameters import stored_tensors
+
+    assert found.adapter is not None
+    adapter, checkpoint, plain = Adapter(found.adapter), found.checkpoint, getattr(torch, found.dtype)
+    adapter.check(model)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    names = {stored_tensors(checkpoint, name, shapes[name])[0][0]: name for name in adapter.pairs}
+    weights = checkpoint.weights if isinstance(checkpoint, QuantizedCheckpoint) else {}
+
+    def merged(name: str, old: Tensor) -> Tensor:
+        return cast_finite(name, adapter.added(names.get(name, ""), old, None), plain if name in weights else old.dtype)
+
+    return merged
 
 
 def files_along(checkpoint: Checkpoint) -> list[str]:
@@ -199,7 +230,7 @@ def describe(conversion: Conversion, write: Callable[[str], None]) -> None:
     write(f"family   {conversion.family}, {conversion.after.num_layers} layers")
     change = " -> ".join(dict.fromkeys((conversion.before.spec, conversion.after.spec)))
     write(f"wiring   {change}   {conversion.after.picture()}")
-    state = conversion.placed if conversion.placed == "refitted" else f"{conversion.placed}, unchanged"
+    state = conversion.placed if conversion.placed in ("refitted", "merged") else f"{conversion.placed}, unchanged"
     if conversion.quantised_bytes:
         state = "fp8 per channel, {:,.1f} -> {:,.1f} MiB".format(*(size / 2**20 for size in conversion.quantised_bytes))
     write(f"weights  {', '.join(conversion.weights)} ({state})")

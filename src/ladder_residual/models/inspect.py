@@ -42,6 +42,7 @@ def inspect_checkpoint(source: str | Path) -> dict[str, Any]:
         "layers": shape.num_layers,
         "parameters": sum(map(prod, shapes.values())),
         "dtype": found.dtype,
+        "adapter": {"rank": found.adapter.rank, "base": str(found.checkpoint.directory)} if found.adapter else None,
         "quantization": found.quantization.to_dict() if found.quantization else None,
         "shape": shape.to_dict(),
         "ranks": ranks,

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from ..core.reduce import Reducer
 from ..distributed.launch import is_out_of_memory
 from ..distributed.world import Rank, World
 from . import preflight
+from .adapter import Adapter
 from .candidates import Candidates, decisive_logits
 from .families import Family
 from .finite import NonFiniteError, cast_finite
@@ -34,6 +36,8 @@ from .hf_config import ladder_config_class
 from .parameters import check_parameters, read_parameter
 from .preflight import CheckedSource
 from .presets import ModelShape
+from .quantization.checkpoint import QuantizedCheckpoint
+from .quantization.linear import hold_quantised
 from .sharding import ROW_PARALLEL, RankHeads, ShardSpec, check_divides, rank_heads, shard_of, split
 
 MAX_BUFFER_ELEMENTS = 1 << 26  # far above any model's rotary tables
@@ -108,11 +112,13 @@ def load_model(
     uneven: bool = False,
     attention: str | None = None,
     allow_nonfinite: bool = False,
+    keep_quantised: bool = False,
 ) -> PreTrainedModel:
     """The shards of ``rank`` (default: a single one) of the checkpoint at ``source`` (directory or hub id), for inference or training.
 
     ``wiring`` overrides the checkpoint's own; ``reducer`` (default: asynchronous) all-reduces; ``uneven`` allows ranks with
     unequal numbers of heads; ``allow_nonfinite`` loads weights with NaN or infinities, which are refused otherwise.
+    ``keep_quantised`` leaves quantised projections as they are stored, frozen, to train adapters on: one rank, without shards.
     """
     rank = rank or World()
     size = rank.size
@@ -124,9 +130,11 @@ def load_model(
     check_divides(shape, family, size, uneven)  # again, with sizes that config.json leaves to the family's defaults
     checkpoint.check_cuts(shape, size)
     target = getattr(torch, found.dtype) if dtype == "auto" else DTYPES[dtype]
+    keep_quantised = keep_quantised and found.adapter is None  # whose matrices are added to plain numbers
     if rank.rank == 0:
         warn_if_rank_dependent(found.wiring, size)
-        warn_if_dequantised(found, shape, size, target)
+        if not keep_quantised:
+            warn_if_dequantised(found, shape, size, target)
     options = {"attn_implementation": attention} if attention else {}
     if isinstance(rank, World) and rank.size > 1:
         rank.check_software()
@@ -135,18 +143,27 @@ def load_model(
             json.dumps([config.to_dict(), str(target), str(found.quantization)], sort_keys=True, default=str),
         )
         rank.check_same("the checkpoint", checkpoint.digest())
+        rank.check_same("the adapter", found.adapter.digest() if found.adapter else "none")
     file = checkpoint.directory / "config.json"
     with built_from(file), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
     check_parameters(model, checkpoint)
     check_buffers(model)
+    if keep_quantised and isinstance(checkpoint, QuantizedCheckpoint):
+        warn_if_left(found, hold_quantised(model, checkpoint, rank.device, target), target)
     check_weights_fit(model, rank)
     with built_from(file):
         restore_buffers(model, rank.device)
         DynamicCache(config=model.config)  # every forward makes one, of fields nobody has looked at yet
 
+    adapter = Adapter(found.adapter) if found.adapter else None
+    if adapter:
+        adapter.check(model)
+
     def read(name: str, shape: tuple[int, ...], spec: ShardSpec | None) -> Tensor:
         tensor = read_parameter(checkpoint, name, shape, spec)
+        if adapter:
+            tensor = adapter.added(name, tensor, spec)
         if allow_nonfinite or torch.finfo(target).max >= torch.finfo(tensor.dtype).max:
             return tensor.to(target)
         try:
@@ -224,6 +241,19 @@ def warn_if_dequantised(found: CheckedSource, shape: ModelShape, tp: int, target
     asked = "" if activations == "unquantised" else f", and activations are {name} (the checkpoint asks for {activations} fp8)"
     warnings.warn(
         f"weights in {found.quantization.describe()} are dequantised to {name}: {loaded} on a rank, {stored} as stored{asked}",
+        stacklevel=3,
+    )
+
+
+def warn_if_left(found: CheckedSource, left: list[str], target: torch.dtype) -> None:
+    """Of weights that were to stay quantised."""
+    if not left or found.quantization is None:
+        return
+    stored = sum(found.checkpoint.stored_bytes(name, None, target.itemsize) for name in left) / 2**20
+    loaded = sum(prod(found.checkpoint.shape(name)) for name in left) * target.itemsize / 2**20
+    warnings.warn(
+        f"{len(left)} weights in {found.quantization.describe()} are the head's or of stacked experts, and are dequantised to "
+        f"{str(target).removeprefix('torch.')}: {loaded:,.1f} MiB, {stored:,.1f} MiB as stored",
         stacklevel=3,
     )
 

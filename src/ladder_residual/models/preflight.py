@@ -11,6 +11,7 @@ from typing import Any
 
 from ..common.suggest import did_you_mean
 from ..core.config import CONFIG_KEY, Wiring
+from .adapter import AdapterSource, is_adapter
 from .checkpoint_reader import HEADS, Checkpoint, resolve
 from .families import Family, check_wiring, family_of
 from .presets import ModelShape
@@ -41,6 +42,7 @@ class CheckedSource:
     family: Family
     wiring: Wiring
     fields: dict[str, Any]  # of the model: config.json's, with the wiring that was asked for
+    adapter: AdapterSource | None = None  # that the source is; the checkpoint is then its base
 
     @property
     def shape(self) -> ModelShape | None:
@@ -95,7 +97,11 @@ def check_source(
     if that cannot work."""
     if dtype != "auto" and dtype not in DTYPES:
         raise ValueError(f"unknown dtype {dtype!r}{did_you_mean(dtype, DTYPES)}; choose auto, {', '.join(DTYPES)}")
-    checkpoint = open_checkpoint(resolve(source), copies=copies, allow_nonfinite=allow_nonfinite)
+    directory, adapter = resolve(source), None
+    if is_adapter(directory):
+        adapter = AdapterSource(directory)
+        directory = adapter.base()
+    checkpoint = open_checkpoint(directory, copies=copies, allow_nonfinite=allow_nonfinite)
     file = checkpoint.directory / "config.json"
     family = family_of(checkpoint.config)
     fields = {key: value for key, value in checkpoint.config.items() if key not in _NOT_OF_THE_MODEL}
@@ -109,7 +115,7 @@ def check_source(
         stored.check_same_weights(chosen)
         fields[CONFIG_KEY] = chosen.spec
     check_wiring(family, chosen)
-    found = CheckedSource(checkpoint, family, chosen, fields)
+    found = CheckedSource(checkpoint, family, chosen, fields, adapter)
     if tp is not None:
         if shape := found.shape:
             check_divides(shape, family, tp, uneven)

@@ -99,6 +99,13 @@ class QuantizedCheckpoint(Checkpoint):
         """In float32 where it is quantised."""
         if name not in self.weights:
             return super().read(name, spec)
+        return self._parts_and_weight(name, spec)[1]
+
+    def read_parts(self, name: str) -> dict[str, Tensor]:
+        """The tensors of a quantised weight as they are stored, checked as ``read`` does."""
+        return self._parts_and_weight(name, None)[0]
+
+    def _parts_and_weight(self, name: str, spec: ShardSpec | None) -> tuple[dict[str, Tensor], Tensor]:
         from ..finite import check_weight
 
         self.used.add(name)
@@ -110,10 +117,14 @@ class QuantizedCheckpoint(Checkpoint):
             for part in parts.keys() & self.layout.scales:
                 check_weight(weight.name_of(part), parts[part], self._file(weight, part))
         with self._blamed(weight.module):
-            tensor = self.layout.dequantise(parts, weight.shape)
+            self.layout.check(parts, weight.shape)
+        tensor = self.layout.dequantise(parts, weight.shape)
         if not self.allow_nonfinite:
             check_weight(name, tensor, self._file(weight, self.layout.main))
-        return tensor
+        return parts, tensor
+
+    def file_of(self, name: str) -> str:
+        return self.files[self.weights[name].name_of(self.layout.main) if name in self.weights else name]
 
     def _file(self, weight: QuantizedWeight, part: str) -> Path:
         return self.directory / self.files[weight.name_of(part)]
@@ -141,7 +152,7 @@ class QuantizedCheckpoint(Checkpoint):
                 continue
             shape, dtype = self.stored(bias)
             if shape == weight.shape[:1] and dtype in PLAIN and not self.read_stored(bias, None).any():
-                self.used.add(bias)
+                del self.names[bias]
         super().check_all_used()
 
     def check_cuts(self, shape: ModelShape, tp: int) -> None:

@@ -48,23 +48,23 @@ class Gptq(Layout):
             groups = scaled_down(spec, self.spec.group, whole[1], 0, f"groups of {self.spec.group}")
         return {"qweight": packed, "qzeros": groups, "scales": groups, "g_idx": ShardSpec(0, spec.ranges)}
 
-    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
-        numbers, scales = unpacked(parts["qweight"].t()), parts["scales"].t()
-        zeros = unpacked(parts["qzeros"]).t()
-        if self.spec.zeros_minus_one:
-            if int(zeros.max()) == LAST:
-                raise ValueError(
-                    f"qzeros holds the zero point {LAST}, which stands for 16 or for 0, as whoever reads it likes: quantise again "
-                    f"with checkpoint_format gptq_v2, which has zero points 0 to {LAST}"
-                )
-            zeros = zeros + 1
+    def check(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> None:
+        columns, groups = parts["qweight"].shape[0] * NIBBLES, parts["scales"].shape[0]
+        if self.spec.zeros_minus_one and int(unpacked(parts["qzeros"]).max()) == LAST:
+            raise ValueError(
+                f"qzeros holds the zero point {LAST}, which stands for 16 or for 0, as whoever reads it likes: quantise again "
+                f"with checkpoint_format gptq_v2, which has zero points 0 to {LAST}"
+            )
         order = parts.get("g_idx")
-        if order is not None and not self.spec.act_order:
-            _check_in_order(order, numbers.shape[1] // scales.shape[1])
-            order = None
-        if order is not None:
-            check_groups(order, scales.shape[1])
-        return grouped(numbers, zeros, scales, order)
+        if self.spec.act_order:
+            check_groups(parts["g_idx"], groups)
+        elif order is not None:
+            _check_in_order(order, columns // groups)
+
+    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
+        zeros = unpacked(parts["qzeros"]).t() + int(self.spec.zeros_minus_one)
+        order = parts["g_idx"] if self.spec.act_order else None
+        return grouped(unpacked(parts["qweight"].t()), zeros, parts["scales"].t(), order)
 
 
 def _check_in_order(g_idx: Tensor, size: int) -> None:

@@ -50,9 +50,13 @@ class Layout(ABC):
     def shard_specs(self, whole: tuple[int, int], spec: ShardSpec | None) -> ShardSpecs:
         """What a rank reads of each tensor to hold ``spec`` of the weight. ValueError if that is no whole number of groups."""
 
+    def check(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> None:  # noqa: B027 - most have nothing to add
+        """ValueError if what the tensors hold is no weight of this format, though their shapes are in order."""
+
     @abstractmethod
     def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
-        """In float32, of all the parts or of the shards of them; ``whole`` is the shape of the whole weight."""
+        """In float32, of all the parts or of the shards of them, once ``check`` let them pass; ``whole`` is the shape of the whole
+        weight. Nothing waits for a GPU."""
 
 
 def take(held: Mapping[str, Stored], name: str, dtypes: tuple[str, ...]) -> tuple[int, ...]:

@@ -59,14 +59,15 @@ class PackedInt4(Layout):
             specs["weight_g_idx"] = order
         return specs
 
-    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
+    def check(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> None:
         if (said := parts["weight_shape"].tolist()) != list(whole):
             raise ValueError(f"weight_shape says {said}, the packed numbers make {list(whole)}")
+        if self.spec.act_order:
+            check_groups(parts["weight_g_idx"], parts["weight_scale"].shape[1])
+
+    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
         numbers, scale = unpacked(parts["weight_packed"]), parts["weight_scale"]
         zeros: Tensor | float = MIDDLE
         if self.spec.zero_points:
             zeros = unpacked(parts["weight_zero_point"].t()).t()[: numbers.shape[0]]  # stored plus 8 as well
-        order = parts["weight_g_idx"] if self.spec.act_order else None
-        if order is not None:
-            check_groups(order, scale.shape[1])
-        return grouped(numbers, zeros, scale, order)
+        return grouped(numbers, zeros, scale, parts["weight_g_idx"] if self.spec.act_order else None)

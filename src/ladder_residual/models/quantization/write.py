@@ -4,6 +4,7 @@ no calibration is needed. vLLM and transformers load it."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from ...common.suggest import did_you_mean
@@ -14,17 +15,20 @@ from ..sharding import is_projection
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from ..preflight import CheckedSource
+
 FORMATS = ("fp8",)
 LARGEST = 448.0  # of E4M3
 _DECODER_LAYER = re.compile(r"(?:^|\.)layers\.[0-9]+\.")
 _NUMBERS = {"num_bits": 8, "type": "float", "symmetric": True}
 
 
-def check_quantizable(checkpoint: Checkpoint, to: str) -> None:
+def check_quantizable(found: CheckedSource, to: str) -> None:
     """ValueError unless there is something plain to quantise; before torch is imported."""
+    checkpoint = found.checkpoint
     if to not in FORMATS:
         raise ValueError(f"unknown format --quantize {to!r}{did_you_mean(to, FORMATS)}; choose {', '.join(FORMATS)}")
-    if checkpoint.quantised:
+    if checkpoint.quantised and found.adapter is None:  # else they are merged, and plain, first
         raise ValueError(
             f"{checkpoint.directory} is quantised already: leave out --quantize, or give the model it was quantised from"
         )
@@ -81,10 +85,11 @@ def fp8_per_channel(name: str, weight: Tensor) -> tuple[Tensor, Tensor]:
     return numbers.to(torch.float8_e4m3fn), scale
 
 
-def write_fp8(checkpoint: Checkpoint, directory: DirectoryWriter) -> tuple[int, int]:
-    """The files of ``checkpoint``, its projections quantised: bytes of the weights before and after."""
+def write_fp8(checkpoint: Checkpoint, directory: DirectoryWriter, change: Callable[[str, Tensor], Tensor]) -> tuple[int, int]:
+    """The files of ``checkpoint``, the projections of what ``change`` makes of it quantised: bytes of the weights before and after."""
 
     def quantise(name: str, tensor: Tensor) -> dict[str, Tensor]:
+        tensor = change(name, tensor)
         if not is_quantized(name):
             return {name: tensor}
         numbers, scale = fp8_per_channel(name, tensor)

@@ -1,0 +1,155 @@
+"""A LoRA adapter in peft's format: a directory without weights of its own, which names the checkpoint it belongs to.
+
+It is read as if it were merged into that checkpoint. What peft can store beside plain LoRA matrices is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from safetensors import SafetensorError, safe_open
+
+from .checkpoint_reader import CONFIG, read_json, resolve
+from .sharding import ShardSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."  # of peft's names, before the model's own
+# Fields of LoraConfig that make something else of the matrices, or add other tensors.
+_MUST_BE_EMPTY = (
+    *("alora_invocation_tokens", "alpha_pattern", "arrow_config", "fan_in_fan_out", "kasa_config", "layer_replication"),
+    *("lora_bias", "modules_to_save", "monteclora_config", "rank_pattern", "target_parameters", "trainable_token_indices"),
+    *("use_bdlora", "use_dora", "use_qalora", "velora_config"),
+)
+
+
+def is_adapter(directory: Path) -> bool:
+    return (directory / ADAPTER_CONFIG).is_file() and not (directory / CONFIG).exists()
+
+
+def with_config(source: str | Path, *, weights: bool = True) -> Path:
+    """The directory of ``source`` that holds ``config.json``: an adapter's is that of its base."""
+    directory = resolve(source, weights=weights)
+    return AdapterSource(directory).base(weights=weights) if is_adapter(directory) else directory
+
+
+@dataclass(frozen=True)
+class AdapterSource:
+    """What ``adapter_config.json`` says. No torch."""
+
+    directory: Path
+
+    @cached_property
+    def fields(self) -> dict[str, Any]:
+        file = self.directory / ADAPTER_CONFIG
+        fields = read_json(file)
+        if fields.get("peft_type") != "LORA":
+            raise ValueError(f"{file}: peft_type is {fields.get('peft_type')!r:.40}, supported is LORA")
+        for name in _MUST_BE_EMPTY:
+            if fields.get(name):
+                raise ValueError(f"{file}: {name} is {fields[name]!r:.80}, which is not supported: merge it with peft first")
+        if fields.get("bias", "none") != "none":
+            raise ValueError(f"{file}: bias is {fields['bias']!r:.40}, supported is none: merge it with peft first")
+        rank, alpha = fields.get("r"), fields.get("lora_alpha")
+        if type(rank) is not int or rank < 1:
+            raise ValueError(f"{file}: r is {rank!r:.40}, expected a whole number above 0")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise ValueError(f"{file}: lora_alpha is {alpha!r:.40}, expected a number")
+        return fields
+
+    @property
+    def rank(self) -> int:
+        return int(self.fields["r"])
+
+    @property
+    def scale(self) -> float:
+        return float(self.fields["lora_alpha"] / (math.sqrt(self.rank) if self.fields.get("use_rslora") else self.rank))
+
+    def digest(self) -> str:
+        names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
+        content = b"".join((self.directory / name).read_bytes() for name in names if (self.directory / name).is_file())
+        return hashlib.sha256(content).hexdigest()
+
+    def base(self, *, weights: bool = True) -> Path:
+        file, name = self.directory / ADAPTER_CONFIG, self.fields.get("base_model_name_or_path")
+        if not isinstance(name, str) or not name:
+            raise ValueError(f"{file}: base_model_name_or_path is {name!r:.80}: write the checkpoint it belongs to there")
+        try:
+            base = resolve(name, weights=weights)
+        except ValueError as error:
+            raise ValueError(f"{file}: base_model_name_or_path: {error}") from None
+        if is_adapter(base):
+            raise ValueError(f"{file}: base_model_name_or_path is {name}, an adapter too: merge that one with ladder convert")
+        return base
+
+
+class Adapter:
+    """The matrices of an adapter, added to the weights of its base as those are read."""
+
+    def __init__(self, source: AdapterSource) -> None:
+        from .finite import check_weight
+
+        self.scale, self.file = source.scale, source.directory / ADAPTER_WEIGHTS
+        if not self.file.is_file():
+            raise ValueError(f"{source.directory} has no {ADAPTER_WEIGHTS}: is it an adapter of peft's?")
+        try:
+            with safe_open(str(self.file), framework="pt") as handle:
+                stored = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{self.file} is damaged or cut short: {error}") from error
+        pairs: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in stored.items():
+            module, _, part = name.removesuffix(".weight").rpartition(".")
+            if not name.startswith(_PREFIX) or not name.endswith(".weight") or part not in ("lora_A", "lora_B"):
+                raise ValueError(f"{self.file}: {name:.120} is no lora_A.weight or lora_B.weight of a module")
+            side = 0 if part == "lora_A" else 1
+            if tensor.dim() != 2 or tensor.shape[side] != source.rank or not tensor.is_floating_point():
+                raise ValueError(
+                    f"{self.file}: {name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, expected a matrix of "
+                    f"rank {source.rank}"
+                )
+            check_weight(name, tensor, self.file)
+            pairs.setdefault(f"{module.removeprefix(_PREFIX)}.weight", {})[part] = tensor
+        for name, pair in pairs.items():
+            if len(pair) != 2:
+                raise ValueError(f"{self.file} has {min(pair)} of {name}, and not the other matrix")
+        self.pairs = {name: (pair["lora_B"], pair["lora_A"]) for name, pair in pairs.items()}
+        if not self.pairs:
+            raise ValueError(f"{self.file} holds no matrices")
+
+    def check(self, model: nn.Module) -> None:
+        """ValueError unless each pair fits a parameter of ``model``."""
+        parameters: Mapping[str, Tensor] = dict(model.named_parameters())
+        for name, (tall, wide) in self.pairs.items():
+            if name not in parameters:
+                raise ValueError(
+                    f"{self.file} has matrices for {name}, which its base model does not have: another base is meant"
+                )
+            found, expected = [tall.shape[0], wide.shape[1]], list(parameters[name].shape)
+            if found != expected:
+                raise ValueError(
+                    f"{self.file}: the matrices for {name} make {found}, its base has {expected}: another base is meant"
+                )
+
+    def added(self, name: str, weight: Tensor, spec: ShardSpec | None) -> Tensor:
+        """In float32, where there is something to add; ``weight`` is what ``spec`` keeps of ``name``."""
+        import torch
+
+        from .chunks import local_part
+
+        if name not in self.pairs:
+            return weight
+        tall, wide = (matrix.to(torch.float32) for matrix in self.pairs[name])
+        if spec is not None and spec.dim == 0:
+            tall = local_part(tall, spec)
+        elif spec is not None:
+            wide = local_part(wide, spec)
+        return weight.to(torch.float32) + self.scale * (tall @ wide)
