@@ -1,4 +1,5 @@
-"""What `ladder adapt` and `ladder train` write is served as it is; its tokens equal the package's own."""
+"""What `ladder adapt` and `ladder train` write is served as it is; its tokens equal the package's own. Adapters are served beside
+their base, plain and in fp8."""
 
 from __future__ import annotations
 
@@ -12,6 +13,9 @@ import guide
 import pytest
 import tiny
 from engines import environment, run_jobs
+from peft import PeftModel
+
+from ladder_residual.models.loading import load_model
 
 RECIPE = """
 [model]
@@ -50,9 +54,13 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
     text = resources.files("ladder_residual").joinpath("assets", "demo", "stories.txt").read_text(encoding="utf-8")
     (work / "text.txt").write_text(text[:8000], encoding="utf-8")
     (work / "recipe.toml").write_text(RECIPE, encoding="utf-8")
+    learn = "--teacher plain --data text.txt --tokens 1024 --sequence 64 --batch-tokens 256"
     for command in (
         "ladder convert plain student --wiring ladder:1-3",
-        "ladder adapt student --teacher plain --data text.txt --out recovered --tokens 1024 --sequence 64 --batch-tokens 256",
+        "ladder convert student student-fp8 --quantize fp8",
+        f"ladder adapt student {learn} --out recovered",
+        f"ladder adapt student {learn} --out adapter --method lora --no-merge --lr 2e-2",
+        f"ladder adapt student-fp8 {learn} --out adapter-fp8 --method lora --lr 2e-2",
         "ladder data prepare text.txt corpus --tokenizer plain",
         "ladder train recipe.toml",
     ):
@@ -62,12 +70,22 @@ def runs(folder: Path) -> dict[str, dict[str, Any]]:
         assert done.returncode == 0, f"{command}\n{done.stderr[-2000:]}"
     written = {"adapt": work / "recovered", "train": work / "trained" / "export"}
     prompts = tiny.prompts(5, 17, 40)
-    results = run_jobs(folder, {name: {"model": str(path), "prompts": prompts} for name, path in written.items()})
+    jobs: dict[str, Any] = {name: {"model": str(path), "prompts": prompts} for name, path in written.items()}
+    adapters = {"adapter": work / "student", "adapter-fp8": work / "student-fp8"}
+    for name, base in adapters.items():
+        lora = {"model": str(base), "engine": {"enable_lora": True, "max_loras": 1}, "lora": str(work / name)}
+        jobs |= {name: {"prompts": prompts, **lora}}
+    results = run_jobs(folder, jobs)
     for name, path in written.items():
         results[name] |= {
             "expected": tiny.greedy(path, prompts),
             "wiring": json.loads((path / "config.json").read_text())["wiring"],
         }
+    results["adapter"] |= {"expected": tiny.greedy(work / "adapter", prompts), "base": tiny.greedy(work / "student", prompts)}
+    base = tiny.with_fp8_activations(load_model(work / "student-fp8"))
+    results["adapter-fp8"]["base"] = tiny.greedy(base, prompts)
+    # On top of a base whose activations are in fp8; the adapter's are not.
+    results["adapter-fp8"]["expected"] = tiny.greedy(PeftModel.from_pretrained(base, str(work / "adapter-fp8")), prompts)
     return results
 
 
@@ -78,3 +96,13 @@ def test_served_as_written(runs: dict[str, dict[str, Any]], writer: str) -> None
     assert run["wiring"] == "ladder:1-3"
     assert run["architectures"] == ["LadderLlamaForCausalLM"]
     assert run["tokens"] == run["expected"]
+
+
+@pytest.mark.parametrize(("name", "compared"), [("adapter", 24), ("adapter-fp8", 4)])
+def test_adapters_beside_their_base(runs: dict[str, dict[str, Any]], name: str, compared: int) -> None:
+    """Rounding an activation to fp8 may fall to either side, so only the beginning of those answers is compared."""
+    run = runs[name]
+    assert "error" not in run, run["error"]
+    assert run["architectures"] == ["LadderLlamaForCausalLM"]
+    assert run["expected"] != run["base"]
+    assert [tokens[:compared] for tokens in run["tokens"]] == [tokens[:compared] for tokens in run["expected"]]

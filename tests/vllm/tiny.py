@@ -172,7 +172,10 @@ def quantised(directory: Path, checkpoint: Path) -> PreTrainedModel:
 def quantised_by_convert(directory: Path, checkpoint: Path) -> PreTrainedModel:
     """`ladder convert --quantize fp8`, and the model that computes so: activations in fp8 too, a scale per token."""
     convert(checkpoint, directory, quantize="fp8")
-    model = load_model(directory)
+    return with_fp8_activations(load_model(directory))
+
+
+def with_fp8_activations(model: PreTrainedModel) -> PreTrainedModel:
     for name, module in model.named_modules():
         if name.endswith("_proj"):
             module.register_forward_pre_hook(_input_in_fp8)

@@ -1,0 +1,222 @@
+"""LoRA on a frozen quantised base: what is held, trained, written and read again."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ladder_residual.adapt.preflight import check_models, check_settings
+from ladder_residual.models.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
+from ladder_residual.models.convert import convert
+from ladder_residual.models.inspect import inspect_checkpoint
+from ladder_residual.models.loading import load_model
+from ladder_residual.models.preflight import check_source
+from ladder_residual.models.quantization.linear import QuantizedLinear
+from tests.models.quantization.written import FORMATS, write
+from tests.ranks import run_on_ranks
+from tests.tiny_adapt import losses, run, settings, stop_after_a_checkpoint
+
+OPTIONS = dict(method="lora", lora_rank=4, learning_rate=2e-3, tokens=512 * 4, heldout=(), save_every=2)
+pytestmark = pytest.mark.filterwarnings("ignore:weights in fp8")
+
+
+@pytest.fixture(scope="session")
+def base(ground):
+    """The converted model in fp8, an adapter trained on it, and the same model dequantised."""
+    convert(ground / "half", ground / "fp8", quantize="fp8")
+    with pytest.warns(UserWarning, match="are dequantised to float32"):
+        plain = load_model(ground / "fp8", dtype="fp32")
+    shutil.copytree(ground / "half", ground / "dequantised")
+    tensors = {name: tensor.contiguous() for name, tensor in plain.state_dict().items() if name != "lm_head.weight"}
+    save_file(tensors, ground / "dequantised" / "model.safetensors", metadata={"format": "pt"})
+    before = (ground / "fp8" / "model.safetensors").read_bytes()
+    run(ground, "adapter", student=str(ground / "fp8"), **OPTIONS)
+    assert (ground / "fp8" / "model.safetensors").read_bytes() == before
+    return ground
+
+
+def logits(model, wiring=None):
+    ids = torch.arange(3, 35).view(2, 16)
+    with torch.no_grad():
+        return model(ids).logits
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_held_weights_compute_as_dequantised_ones(name, tmp_path):
+    """Forward, and the gradient that reaches what lies before them; with a bias where the family has one."""
+    write(tmp_path, name, family="qwen2" if name == "awq-64" else "llama")
+    held, plain = load_model(tmp_path, dtype="fp32", keep_quantised=True), load_model(tmp_path, dtype="fp32")
+    projections = [module for module in held.modules() if isinstance(module, QuantizedLinear)]
+    assert len(projections) == 14
+    assert not any("_proj.weight" in parameter for parameter, _ in held.named_parameters())
+    stored = sum(part.nbytes for module in projections for part in module.parts.values())
+    assert stored < 0.5 * sum(module.weight.nbytes for module in projections)
+    gradients, outputs = [], []
+    for model in (held, plain):
+        model(torch.arange(3, 35).view(2, 16)).logits.square().sum().backward()
+        gradients.append(model.get_input_embeddings().weight.grad)
+        outputs.append(logits(model))
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(logits(held), logits(plain))
+
+
+def test_experts_that_are_stacked_are_dequantised_and_said_to_be(tmp_path):
+    write(tmp_path, "fp8-channel", family="mixtral")
+    with pytest.warns(
+        UserWarning, match="weights in fp8 .* of stacked experts, and are dequantised to float32: .* MiB as stored"
+    ):
+        held = load_model(tmp_path, dtype="fp32", keep_quantised=True)
+    assert sum(isinstance(module, QuantizedLinear) for module in held.modules()) == 8
+    assert torch.equal(logits(held), logits(load_model(tmp_path, dtype="fp32")))
+
+
+def test_it_trains_as_on_the_dequantised_base(base):
+    said = []
+    from ladder_residual.adapt.run import adapt
+    from ladder_residual.distributed.world import World
+
+    adapt(settings(base, "said", student=str(base / "fp8"), **OPTIONS | dict(tokens=512, save_every=0)), World(), said.append)
+    assert any("student  35 weights stay in fp8 (compressed-tensors, a scale per channel): " in line for line in said)
+    run(base, "twin", student=str(base / "dequantised"), merge=False, **OPTIONS)
+    ours, theirs = losses(base, "adapter"), losses(base, "twin")
+    assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-5)
+    assert ours[4] != ours[1]
+    for name, tensor in load_file(base / "twin" / ADAPTER_WEIGHTS).items():
+        torch.testing.assert_close(load_file(base / "adapter" / ADAPTER_WEIGHTS)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_peft_and_every_command_read_the_adapter(base, tmp_path):
+    peft = pytest.importorskip("peft")
+    fields = json.loads((base / "adapter" / ADAPTER_CONFIG).read_text())
+    assert fields["base_model_name_or_path"] == str((base / "fp8").resolve())
+    assert not (base / "adapter" / "config.json").exists()
+    ours = load_model(base / "adapter", dtype="fp32")
+    theirs = peft.PeftModel.from_pretrained(load_model(base / "fp8", dtype="fp32"), str(base / "adapter"))
+    torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-5, atol=1e-5)
+    assert (logits(ours) - logits(load_model(base / "fp8", dtype="fp32"))).abs().max() > 1e-3
+
+    conversion = convert(base / "adapter", tmp_path / "merged")
+    assert conversion.placed == "merged"
+    merged = load_model(tmp_path / "merged", dtype="fp32")
+    assert check_source(tmp_path / "merged").quantization is None
+    assert torch.equal(logits(merged), logits(ours))
+    again = convert(base / "adapter", tmp_path / "again", "standard", quantize="fp8")
+    assert again.placed == "quantised"
+    assert check_source(tmp_path / "again").quantization.describe() == "fp8 (compressed-tensors, a scale per channel)"
+    difference = logits(load_model(tmp_path / "again", dtype="fp32", wiring="ladder:3-4")) - logits(ours)
+    assert difference.abs().max() < 0.1 * logits(ours).abs().max()
+    assert inspect_checkpoint(base / "adapter")["adapter"] == {"rank": 4, "base": str((base / "fp8").resolve())}
+    with pytest.raises(ValueError, match="is an adapter: merge it into its base"):
+        check_settings(settings(base, "again", student=str(base / "adapter"), **OPTIONS))
+
+
+def _logits_of_rank(world, source):
+    return logits(load_model(source, world, dtype="fp32"))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_read_their_part_of_it(base, ranks):
+    whole = logits(load_model(base / "adapter", dtype="fp32"))
+    for found in run_on_ranks(ranks, _logits_of_rank, base / "adapter"):
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=1e-4)
+
+
+def _train(world, ground, name, changes):
+    run(ground, name, world, **OPTIONS | changes)
+
+
+def _stop(world, ground, name, changes):
+    return stop_after_a_checkpoint(ground, name, world, **OPTIONS | changes)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_two_ranks_train_as_one_and_resume(base, parallel):
+    changes = dict(student=str(base / "fp8"), parallel=parallel, micro_rows=2)
+    assert run_on_ranks(2, _stop, base, f"adapter-{parallel}", changes) == ["stopped", "stopped"]
+    saved = base / f"adapter-{parallel}.training" / "checkpoint-2"
+    held = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    run_on_ranks(2, _train, base, f"adapter-{parallel}", changes)
+    one, two = losses(base, "adapter"), losses(base, f"adapter-{parallel}")
+    assert list(two.values()) == pytest.approx(list(one.values()), rel=2e-5)
+    if parallel == "ddp":
+        assert held < (base / "fp8" / "model.safetensors").stat().st_size  # the base is not in it
+    for name, tensor in load_file(base / f"adapter-{parallel}" / ADAPTER_WEIGHTS).items():
+        torch.testing.assert_close(load_file(base / "adapter" / ADAPTER_WEIGHTS)[name], tensor, rtol=1e-3, atol=1e-5)
+
+
+def test_one_process_resumes_exactly(base):
+    options = OPTIONS | dict(student=str(base / "fp8"))
+    assert stop_after_a_checkpoint(base, "adapter-broken", **options) == "stopped"
+    run(base, "adapter-broken", **options)
+    assert losses(base, "adapter-broken") == losses(base, "adapter")
+    assert (base / "adapter-broken" / ADAPTER_WEIGHTS).read_bytes() == (base / "adapter" / ADAPTER_WEIGHTS).read_bytes()
+
+
+@pytest.mark.parametrize("method", ["sft", "distill"])
+def test_other_methods_are_refused(base, method):
+    with pytest.raises(ValueError, match=rf"is quantised \(fp8 .* --method {method} changes every weight: use --method lora"):
+        check_models(settings(base, "refused", student=str(base / "fp8"), **OPTIONS | dict(method=method)))
+    control = dict(teacher=str(base / "fp8"), control=True, method="sft")
+    with pytest.raises(ValueError, match="changes every weight"):
+        check_models(settings(base, "refused", student=str(base / "half"), **OPTIONS | control))
+    with pytest.raises(ValueError, match="merge = false keeps an adapter"):
+        settings(base, "refused", **OPTIONS | dict(method=method, merge=False))
+
+
+Q = "base_model.model.model.layers.0.self_attn.q_proj"
+CONFIGS = {
+    "peft_type": ("IA3", "supported is LORA"),
+    "r": (0, "expected a whole number above 0"),
+    "lora_alpha": ("x", "expected a number"),
+    "use_dora": (True, "merge it with peft first"),
+    "modules_to_save": (["lm_head"], "merge it with peft first"),
+    "rank_pattern": ({"q_proj": 8}, "merge it with peft first"),
+    "bias": ("all", "supported is none"),
+    "base_model_name_or_path": ("no/where/at/all", "no checkpoint directory"),
+}
+TENSORS = {
+    "nan": (lambda t: t[f"{Q}.lora_A.weight"].fill_(float("nan")), "lora_A.weight holds NaN"),
+    "one side": (lambda t: t.pop(f"{Q}.lora_A.weight"), "and not the other matrix"),
+    "rank": (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(5, 64)}), "expected a matrix of rank 4"),
+    "whole numbers": (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 64).int()}), r"int32 \[4, 64\]"),
+    "shape": (lambda t: t.update({f"{Q}.lora_A.weight": torch.zeros(4, 60)}), r"make \[64, 60\], its base has \[64, 64\]"),
+    "elsewhere": (
+        lambda t: t.update({f"{Q}x.lora_{s}.weight": torch.zeros(*((4, 64) if s == "A" else (64, 4))) for s in "AB"}),
+        "which its base model does not have",
+    ),
+    "another kind": (
+        lambda t: t.update({f"{Q}.lora_magnitude_vector": torch.ones(64)}),
+        "is no lora_A.weight or lora_B.weight",
+    ),
+    "nothing": (lambda t: t.clear(), "holds no matrices"),
+}
+
+
+@pytest.mark.parametrize("case", [*CONFIGS, *TENSORS, "cut short", "no file"])
+def test_bad_adapters(base, case, tmp_path):
+    copy = shutil.copytree(base / "adapter", tmp_path / "copy")
+    if case in CONFIGS:
+        value, named = CONFIGS[case]
+        fields = json.loads((copy / ADAPTER_CONFIG).read_text()) | {case: value}
+        (copy / ADAPTER_CONFIG).write_text(json.dumps(fields))
+    elif case in TENSORS:
+        change, named = TENSORS[case]
+        tensors = load_file(copy / ADAPTER_WEIGHTS)
+        change(tensors)
+        save_file(tensors, copy / ADAPTER_WEIGHTS)
+    elif case == "cut short":
+        (copy / ADAPTER_WEIGHTS).write_bytes((copy / ADAPTER_WEIGHTS).read_bytes()[:-9])
+        named = "damaged or cut short"
+    else:
+        (copy / ADAPTER_WEIGHTS).unlink()
+        named = "has no adapter_model.safetensors"
+    for command in (load_model, lambda source: convert(source, tmp_path / "out")):
+        with pytest.raises(ValueError, match=named) as caught:
+            command(copy)
+        assert "\n" not in str(caught.value)
+        assert str(copy) in str(caught.value)
+    assert not (tmp_path / "out").exists()
