@@ -1,8 +1,11 @@
-"""docs/results/evaluation.md from results/eval: SmolLM2 before and after zero-shot conversion."""
+"""docs/results/evaluation.md: SmolLM2 before and after zero-shot conversion (results/eval) and quantisation (results/quantisation)."""
 
 from __future__ import annotations
 
-from lab.reports.sources import ROOT, page, section
+from typing import Any
+
+from lab.reports.sources import ROOT, conditions, page, read_results, section
+from ladder_residual.common.markdown import table
 from ladder_residual.evaluate.results import load
 from ladder_residual.evaluate.table import side_by_side
 
@@ -20,6 +23,31 @@ def pages() -> dict[str, str]:
     about = "The guide is [../evaluation.md](../evaluation.md)."
     return {
         "evaluation.md": page(
-            "Evaluation", about, [section("SmolLM2, zero-shot", reading, side_by_side(results), command=command)]
+            "Evaluation",
+            about,
+            [
+                section("SmolLM2, zero-shot", reading, side_by_side(results), command=command),
+                *(quantised(stem, result) for stem, result in read_results("quantisation").items()),
+            ],
         )
     }
+
+
+def quantised(stem: str, result: dict[str, Any]) -> str:
+    reading = (
+        f"{result['rows'] * result['sequence']:,} tokens of WikiText-2 in rows of {result['sequence']}; weights are dequantised and the rest is "
+        f"computed in float32. fp8 is that of `ladder convert --quantize fp8`, int4 is rounded to nearest; the checkpoint itself was made "
+        f"from published 4-bit weights. Rises are paired, with their standard error."
+    )
+    rows = [
+        [
+            result["weights"][name],
+            f"{result['weight_error_percent'][name]:.1f} %",
+            f"{found['perplexity']:.2f}",
+            f"{found['rise_percent']:+.2f} ± {found['rise_percent_stderr']:.2f} %" if name != "bf16" else "",
+        ]
+        for name, found in result["results"].items()
+    ]
+    body = table(["weights", "error of the weights", "perplexity", "rise"], rows) + f"\n{conditions(result)}"
+    command = f"python -m lab.runs.quantised_perplexity {result['model']} {result['text']} --rows {result['rows']}"
+    return section("SmolLM2, quantised weights", reading, body, command=command)

@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ladder_residual.adapt.preflight import check_models, check_settings
+from ladder_residual.adapt.run import adapt
+from ladder_residual.distributed.world import World
 from ladder_residual.models.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ladder_residual.models.convert import convert
 from ladder_residual.models.inspect import inspect_checkpoint
@@ -37,7 +39,7 @@ def base(ground):
     return ground
 
 
-def logits(model, wiring=None):
+def logits(model):
     ids = torch.arange(3, 35).view(2, 16)
     with torch.no_grad():
         return model(ids).logits
@@ -58,7 +60,7 @@ def test_held_weights_compute_as_dequantised_ones(name, tmp_path):
         model(torch.arange(3, 35).view(2, 16)).logits.square().sum().backward()
         gradients.append(model.get_input_embeddings().weight.grad)
         outputs.append(logits(model))
-    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
     with torch.autocast("cpu", torch.bfloat16):
         torch.testing.assert_close(logits(held), logits(plain))
@@ -76,9 +78,6 @@ def test_experts_that_are_stacked_are_dequantised_and_said_to_be(tmp_path):
 
 def test_it_trains_as_on_the_dequantised_base(base):
     said = []
-    from ladder_residual.adapt.run import adapt
-    from ladder_residual.distributed.world import World
-
     adapt(settings(base, "said", student=str(base / "fp8"), **OPTIONS | dict(tokens=512, save_every=0)), World(), said.append)
     assert any("student  35 weights stay in fp8 (compressed-tensors, a scale per channel): " in line for line in said)
     run(base, "twin", student=str(base / "dequantised"), merge=False, **OPTIONS)
@@ -138,12 +137,12 @@ def test_two_ranks_train_as_one_and_resume(base, parallel):
     changes = dict(student=str(base / "fp8"), parallel=parallel, micro_rows=2)
     assert run_on_ranks(2, _stop, base, f"adapter-{parallel}", changes) == ["stopped", "stopped"]
     saved = base / f"adapter-{parallel}.training" / "checkpoint-2"
-    held = sum(path.stat().st_size for path in saved.rglob("*") if path.is_file())
+    if parallel == "ddp":
+        assert [path.name for path in saved.glob("*.safetensors")] == [ADAPTER_WEIGHTS]  # the base is not in it
+        assert all(".lora_" in name for name in load_file(saved / ADAPTER_WEIGHTS))
     run_on_ranks(2, _train, base, f"adapter-{parallel}", changes)
     one, two = losses(base, "adapter"), losses(base, f"adapter-{parallel}")
     assert list(two.values()) == pytest.approx(list(one.values()), rel=2e-5)
-    if parallel == "ddp":
-        assert held < (base / "fp8" / "model.safetensors").stat().st_size  # the base is not in it
     for name, tensor in load_file(base / f"adapter-{parallel}" / ADAPTER_WEIGHTS).items():
         torch.testing.assert_close(load_file(base / "adapter" / ADAPTER_WEIGHTS)[name], tensor, rtol=1e-3, atol=1e-5)
 

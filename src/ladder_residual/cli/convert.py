@@ -42,15 +42,17 @@ def convert(
     refit_tokens: Annotated[int | None, typer.Option(help="With --refit; default: 30720 on a CPU, 262144 on a GPU.")] = None,
     device: Device = "auto",
 ) -> None:
-    """Rewire a checkpoint: its config changes, its weights stay, unless they are to be refitted or quantised."""
+    """Rewire a checkpoint: its config changes, its weights stay, unless they are to be refitted or quantised. An adapter is merged."""
     from ..adapt.auto import Request
     from ..adapt.refit_checkpoint import check_refit
+    from ..models.adapter import is_adapter
+    from ..models.checkpoint_reader import resolve
     from ..models.convert import check_target
     from ..models.preflight import check_source
     from ..models.quantization.write import check_quantizable
 
     options = {"--layers": layers, "--budget": budget, "--calibration": calibration, "--check": check}
-    if wiring is None and quantize is None:
+    if wiring is None and quantize is None and not is_adapter(resolve(source)):
         raise ValueError(
             "nothing to convert: give --wiring ladder, ladder:last-half ... (auto chooses), --quantize fp8, or both"
         )

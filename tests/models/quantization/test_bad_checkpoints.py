@@ -292,6 +292,7 @@ CONTENTS = {
     ),
     "a negative group": ("int4-order", put(f"{UP}.weight_g_idx", set_first(-1)), "g_idx names groups -1 to 3"),
     "disorder": ("gptq-128", put(f"{UP}.g_idx", lambda g: g.flip(0)), "g_idx does not count groups in order, but"),
+    "groups from 1": ("gptq-128", put(f"{UP}.g_idx", lambda g: g + 1), "g_idx does not count groups in order, but"),
     "another shape": (
         "int4-32",
         put(f"{UP}.weight_shape", set_first(500)),

@@ -59,7 +59,7 @@ class Gptq(Layout):
         if self.spec.act_order:
             check_groups(parts["g_idx"], groups)
         elif order is not None:
-            _check_in_order(order, columns // groups)
+            _check_in_order(order, columns // groups, first=0 if columns == whole[1] else int(order[0]))
 
     def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
         zeros = unpacked(parts["qzeros"]).t() + int(self.spec.zeros_minus_one)
@@ -67,11 +67,11 @@ class Gptq(Layout):
         return grouped(unpacked(parts["qweight"].t()), zeros, parts["scales"].t(), order)
 
 
-def _check_in_order(g_idx: Tensor, size: int) -> None:
+def _check_in_order(g_idx: Tensor, size: int, first: int) -> None:
     import torch
 
     expected = torch.arange(len(g_idx), device=g_idx.device) // size
-    if not torch.equal((g_idx - g_idx[0]).long(), expected):
+    if not torch.equal(g_idx.long() - first, expected):
         raise ValueError(
             "g_idx does not count groups in order, but quantization_config says desc_act: false; one of them is wrong"
         )

@@ -15,12 +15,13 @@ from .layout import Layout
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """``input @ weight.T``. The weight is dequantised again in backward: autograd would keep it in memory until then."""
+    """``input @ weight.T + bias``, both frozen. Backward dequantises the weight again: autograd would keep it until then."""
 
     @staticmethod
     def forward(ctx: Any, input: Tensor, module: QuantizedLinear) -> Tensor:
         ctx.module, ctx.dtype = module, input.dtype
-        return F.linear(input, module.dequantised(input.dtype))
+        bias = None if module.bias is None else module.bias.to(input.dtype)
+        return F.linear(input, module.dequantised(input.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
@@ -46,7 +47,7 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         product: Tensor = _FrozenProduct.apply(input, self)
-        return product if self.bias is None else product + self.bias
+        return product
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, {self.layout.spec.describe()}"
