@@ -35,7 +35,7 @@ def pages() -> dict[str, str]:
 
 def quantised(stem: str, result: dict[str, Any]) -> str:
     reading = (
-        f"{result['rows'] * result['sequence']:,} tokens of WikiText-2 in rows of {result['sequence']}; weights are dequantised and the rest is "
+        f"{result['rows'] * result['sequence']:,} tokens of WikiText-2 in rows of {result['sequence']}; weights are dequantised, and all is "
         f"computed in float32. fp8 is that of `ladder convert --quantize fp8`, int4 is rounded to nearest; the checkpoint itself was made "
         f"from published 4-bit weights. Rises are paired, with their standard error."
     )
