@@ -34,10 +34,11 @@ def pages() -> dict[str, str]:
 
 
 def quantised(stem: str, result: dict[str, Any]) -> str:
+    tokens = result["rows"] * result["sequence"]
     reading = (
-        f"{result['rows'] * result['sequence']:,} tokens of WikiText-2 in rows of {result['sequence']}; weights are dequantised, and all is "
-        f"computed in float32. fp8 is that of `ladder convert --quantize fp8`, int4 is rounded to nearest; the checkpoint itself was made "
-        f"from published 4-bit weights. Rises are paired, with their standard error."
+        f"{tokens:,} tokens of WikiText-2 in rows of {result['sequence']}; weights are dequantised, and all is computed in float32. "
+        "fp8 is that of `ladder convert --quantize fp8`, int4 is rounded to nearest; the checkpoint itself was made from published "
+        "4-bit weights. Rises are paired, with their standard error."
     )
     rows = [
         [

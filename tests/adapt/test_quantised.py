@@ -21,7 +21,7 @@ from tests.ranks import run_on_ranks
 from tests.tiny_adapt import losses, run, settings, stop_after_a_checkpoint
 
 OPTIONS = dict(method="lora", lora_rank=4, learning_rate=2e-3, tokens=512 * 4, heldout=(), save_every=2)
-pytestmark = pytest.mark.filterwarnings("ignore:weights in fp8")
+pytestmark = pytest.mark.filterwarnings("ignore:weights in")
 
 
 @pytest.fixture(scope="session")
