@@ -60,7 +60,8 @@ def decode_error(shape, wiring, make_ops, *, batch=1, prompt=3, schedule="serial
     spec, sizes, weights = tiny_rank(shape, tp, rank)
     wired = Wiring.parse(wiring, shape.num_layers)
     cache = KVCache(spec, sizes, batch, 64, torch.float32, CPU)
-    tokens = random_tokens(shape, batch, prompt + 2)
+    # tokens of other ranks have no part in this one
+    tokens = sizes.vocab_first + random_tokens(shape, batch, prompt + 2) % sizes.vocab_tokens
     reference = ReferenceDecoder(spec, wired, [weights], tp=tp, first_rank=rank)
     if prompt:
         plain = PrefillOps(spec, sizes, weights, cache, prompt)
@@ -75,6 +76,7 @@ def decode_error(shape, wiring, make_ops, *, batch=1, prompt=3, schedule="serial
         executor.run(tokens[:, position].contiguous(), logits)
         expected = reference.forward(tokens[:, position : position + 1])[:, 0]
         assert torch.isfinite(logits).all()
+        assert expected.any()  # of zeros, no error would be found
         worst = max(worst, float((logits - expected).norm() / expected.norm()))
     return worst
 
