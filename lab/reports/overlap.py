@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from lab.reports.sources import page, read_results, section
-from ladder_residual.bench.overlap import markdown_table
+from ladder_residual.bench.overlap import COMPUTE
+from ladder_residual.common.markdown import table
 
 COMMAND = (
     "ladder bench overlap --model ladder-1b --layers 8 --batch 8 --latency 3ms "
@@ -21,3 +24,18 @@ def pages() -> dict[str, str]:
         section(f"Decode, {stem}", reading, markdown_table(result), command=COMMAND) for stem, result in results.items()
     ]
     return {"overlap.md": page("Overlap on CPU ranks", "The guide is [../benchmarks.md](../benchmarks.md).", sections)}
+
+
+def markdown_table(result: dict[str, Any]) -> str:
+    """The rows of a result."""
+    rows = []
+    for row in result["rows"]:
+        name = "no communication (bound)" if row["wiring"] == COMPUTE else row["wiring"]
+        step = f"{row['median_ms']:.1f} ({row['p25_ms']:.1f}-{row['p75_ms']:.1f})"
+        hidden = "" if row["wiring"] in ("standard", COMPUTE) else f"{row['hidden_percent']:.0f} %"
+        rows.append((name, step, f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", hidden))
+    return (
+        table(("wiring", "ms per step", "tokens/s", "speed-up", "communication hidden"), rows)
+        + f"\n{result['date']}, {result['machine']}, {result['link']}, torch {result['torch']}; "
+        f"compute {result['compute_ms']:.1f} ms, communication {result['communication_ms']:.1f} ms a step.\n"
+    )

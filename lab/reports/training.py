@@ -73,8 +73,69 @@ def render(documents: Mapping[str, Any]) -> str:
             made=conditions(emulated),
         ),
     ]
+    if sizes := documents.get("sizes"):
+        sections.insert(1, size_section(sizes))
     about = "The guide is [../training.md](../training.md), readings and open questions are in [../lab/training.md](../lab/training.md)."
     return page("Training", about, sections)
+
+
+def size_section(document: Mapping[str, Any]) -> str:
+    gaps, reading = size_gaps(document), "Ladder and standard with the best learning rate of each, 300 million tokens a run."
+    if len({parameters for parameters, _ in gaps}) > 1:
+        slope, error = trend(gaps)
+        reading += f" A factor of ten in parameters moves the gap by {slope:+.2f} ± {error:.2f} % of the loss (least squares)."
+    return section(
+        "Loss across sizes",
+        reading,
+        size_table(document),
+        command="python -m lab.runs.train_sizes --out results/train/sizes.json",
+        made=conditions(document),
+    )
+
+
+def size_gaps(document: Mapping[str, Any]) -> list[tuple[float, float]]:
+    """Parameters of a size, and by how many per cent ladder's final loss is above standard's, for each seed of the size."""
+    found = []
+    for own in _by_size(document).values():
+        losses = {(run["wiring"], run["seed"]): run["valid"][-1][1] for run in own}
+        for (wiring, seed), loss in losses.items():
+            if wiring == "ladder" and ("standard", seed) in losses:
+                found.append((own[0]["parameters"], 100 * (loss / losses["standard", seed] - 1)))
+    return found
+
+
+def _by_size(document: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """Runs of the two wirings at the depth of the size. Of a sweep the best rate of each wiring counts."""
+    best: dict[str, dict[tuple[str, int], dict[str, Any]]] = {}
+    for run in document["runs"]:
+        if run["wiring"] in ("standard", "ladder") and not run["depth"]:
+            of_size = best.setdefault(run["size"], {})
+            kept = of_size.setdefault((run["wiring"], run["seed"]), run)
+            if run["valid"][-1][1] < kept["valid"][-1][1]:
+                of_size[run["wiring"], run["seed"]] = run
+    return {size: list(of_size.values()) for size, of_size in best.items()}
+
+
+def trend(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Of the gaps over the decimal logarithm of the parameters: slope of the least-squares line, and its standard error."""
+    xs, ys = [math.log10(parameters) for parameters, _ in points], [gap for _, gap in points]
+    line = statistics.linear_regression(xs, ys)
+    left = sum((y - line.intercept - line.slope * x) ** 2 for x, y in zip(xs, ys, strict=True))
+    spread = sum((x - statistics.mean(xs)) ** 2 for x in xs)
+    return line.slope, math.sqrt(left / (len(xs) - 2) / spread) if len(xs) > 2 else math.inf
+
+
+def size_table(document: Mapping[str, Any]) -> str:
+    rows = []
+    for size, own in _by_size(document).items():
+        parameters = own[0]["parameters"]
+        gaps = [gap for of_size, gap in size_gaps(document) if of_size == parameters]
+        cells = [size, f"{parameters / 1e6:.0f}M", len(gaps)]
+        for wiring in ("standard", "ladder"):
+            finals = [run["valid"][-1][1] for run in own if run["wiring"] == wiring]
+            cells.append(_with_spread(finals))
+        rows.append([*cells, f"{_with_error(gaps, '+.2f')} %", f"{own[0]['tokens_per_s']:,.0f}"])
+    return table(["size", "parameters", "seeds", "standard", "ladder", "ladder against standard", "tokens/s"], rows)
 
 
 def by_wiring(document: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:

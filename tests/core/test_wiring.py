@@ -87,3 +87,24 @@ def test_desync_reduces_at_every_nth_module():
     assert len([e for e in recorded("desync-4x").events if e[0] == "start"]) == 2
     assert len([e for e in recorded("desync-3x").events if e[0] == "start"]) == 3  # after modules 3 and 6, and at the end
     assert not [e for e in recorded("no-comm").events if e[0] == "start"]
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 5), st.sampled_from([0.0, 0.25, 0.7, 1.0]), st.data())
+def test_an_annealed_ladder_reads_between_the_two_streams(layers, switched, data):
+    chosen = data.draw(st.sets(st.integers(0, layers - 1), min_size=1))
+    modules, x = [module.double() for module in toy_modules(2 * layers)], torch.randn(2, 3, 6).double()
+    wiring, state, recorder = Wiring("ladder", tuple(chosen), layers), State(x), RecordingReducer()
+    for layer in range(layers):
+        branches = [Branch(module) for module in modules[2 * layer : 2 * layer + 2]]
+        state = step(wiring, layer, state, branches, recorder, torch.tensor(switched))
+    found = finalize(state, recorder)
+    recorder.check_each_waited_once()
+    xs = [x]
+    for i, h in enumerate(modules):
+        older = xs[max(len(xs) - 2, 0)]
+        read = older + (1 - switched) * (xs[-1] - older) if i // 2 in chosen else xs[-1]
+        xs.append(xs[-1] + h(read))
+    torch.testing.assert_close(found, xs[-1])
+    if switched in (0, 1):
+        assert torch.equal(found, by_hand(modules, x, chosen if switched else ()))

@@ -21,6 +21,7 @@ from ..models.hf_config import wiring_of
 from ..models.loading import load_model
 from ..models.quantization.linear import memory_held
 from ..train.parallelize import parallelize
+from .anneal import Anneal
 from .attention import attention_for
 from .distillation import LossWeights
 from .objective import Objective, install_teacher_forward, install_training_forward
@@ -74,6 +75,8 @@ def build_trainer(
     wiring = wiring_of(student.config)
     for spec in settings.stages:
         Wiring.parse(spec, wiring.num_layers)
+    if settings.anneal and wiring.kind != "ladder":
+        raise ValueError(f"anneal leads from standard to ladder, and wiring {wiring.spec} is neither: drop anneal")
     sharded = settings.parallel == "fsdp"
     if sharded and world.size == 1:
         raise ValueError(
@@ -108,6 +111,7 @@ def build_trainer(
         training_arguments(settings, world, len(rows), folder),
         teacher=teacher,
         stages=Stages(settings.stages, wiring.spec, settings.stages_share, log) if settings.stages else None,
+        anneal=Anneal(student, settings.anneal, settings.anneal_kl, log) if settings.anneal else None,
         sharded=sharded,
     )
     for printer in (PrinterCallback, DEFAULT_PROGRESS_CALLBACK):

@@ -96,6 +96,10 @@ class AdaptSettings:
     stages: tuple[str, ...] = ()
     stages_share: Share = 0.5
 
+    # Or all converted layers together, gradually over a share of the run; 0: ladder from the start
+    anneal: Annotated[float, Range(0, high=0.5)] = 0.0
+    anneal_kl: AboveZero = 1.0  # KL to the teacher above which it pauses (anneal.py)
+
     lora_rank: Positive = 16
     lora_alpha: AboveZero = 32.0
     lora_targets: tuple[str, ...] = ()  # default: every projection of the layers
@@ -154,8 +158,10 @@ class AdaptSettings:
             raise ValueError("optimizer muon works on whole matrices: not with lora or fsdp; use adamw")
         if not self.merge and self.method != "lora":
             raise ValueError(f"merge = false keeps an adapter, and method {self.method} makes none: use method lora")
-        if self.control and self.stages:
-            raise ValueError("control keeps the unchanged wiring: drop stages")
+        if self.control and (self.stages or self.anneal):
+            raise ValueError(f"control keeps the unchanged wiring: drop {'stages' if self.stages else 'anneal'}")
+        if self.stages and self.anneal:
+            raise ValueError("stages and anneal are two ways to the student's wiring: give one")
 
     @property
     def trained(self) -> str:

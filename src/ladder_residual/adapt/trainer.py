@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -24,6 +24,7 @@ from ..data.packing import RowStore, collate
 from ..models.hf import rewire
 from ..train.loss import chunked_cross_entropy, head_of
 from ..train.stop_signal import StopSignal
+from .anneal import Anneal
 from .checkpoints import (
     LATEST,
     check_moments,
@@ -63,16 +64,19 @@ class AdaptTrainer(Trainer):
         *,
         teacher: PreTrainedModel | None = None,
         stages: Stages | None = None,
+        anneal: Anneal | None = None,
         sharded: bool = False,
         callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         self.settings, self.inner, self.teacher, self.sharded = settings, inner, teacher, sharded
         self.objective: Objective = objective
-        self.stages = stages
+        self.stages, self.anneal = stages, anneal
         self.padded = rows.padded
         super().__init__(
             student, args, data_collator=partial(collate, padded=rows.padded), train_dataset=rows, callbacks=callbacks
         )
+        if anneal is not None:
+            self.add_callback(anneal)
         self.model_accepts_loss_kwargs = True  # our losses are divided by counts over all accumulation steps and ranks
         if sharded:
             # Sharded already: no DDP around it, nothing to place.
@@ -105,6 +109,8 @@ class AdaptTrainer(Trainer):
         """For the log; and whether the loss is still a number, without waiting for the GPU."""
         newly_bad = ~torch.isfinite(parts["loss"].detach()) & (self._first_bad < 0)
         self._first_bad = torch.where(newly_bad, self.state.global_step + 1, self._first_bad)
+        if self.anneal is not None and "divergence" in parts:
+            self.anneal.note(parts["divergence"])
         for name, value in parts.items():
             if name != "loss":
                 self._parts[name] = self._parts.get(name, 0.0) + value.detach()
@@ -130,7 +136,7 @@ class AdaptTrainer(Trainer):
         if self.graphed is None:
             return super().training_step(model, inputs, num_items_in_batch)
         inputs = self._prepare_inputs(inputs)
-        wiring = self.stages.current if self.stages is not None else None
+        wiring = (self.stages and self.stages.current, self.anneal is not None and self.anneal.switched < 1)
         try:
             parts = self.graphed.run(wiring, inputs, num_items_in_batch, self.hidden_weight())
         except RuntimeError as error:
@@ -146,7 +152,7 @@ class AdaptTrainer(Trainer):
         rows = min(rows, len(store))
         rows = rows // micro * micro or rows  # equal shapes: nothing is compiled for the sake of the last batch
         learned = tokens = cross_entropy = divergence = 0.0
-        with self._measuring():
+        with self._measuring(), self.anneal.as_ladder() if self.anneal is not None else nullcontext():
             for start in range(0, rows, micro):
                 shown = [store.row(index) for index in range(start, min(start + micro, rows))]
                 batch = collate(shown, padded=self.padded or store.padded)
@@ -218,6 +224,8 @@ class AdaptTrainer(Trainer):
                 total = value if self.args.world_size == 1 else _sum_over_ranks(value)
                 logs[name] = float(total) / steps
             self._parts, self._parts_steps = {}, self.state.global_step
+            if self.anneal is not None:
+                logs["switched"] = self.anneal.switched
             logs["tokens"] = self.state.global_step * self.settings.batch_tokens
         super().log(logs, start_time)
 
@@ -256,6 +264,8 @@ class AdaptTrainer(Trainer):
                 super()._save_checkpoint(model, trial)
             finally:
                 self._saving_to = None
+            if self.anneal is not None and self.args.should_save:
+                self.anneal.save(scratch / f"{LATEST}{self.state.global_step}")
             _barrier(self.args.world_size)
             name = f"{LATEST}{self.state.global_step}"
             complete(scratch / name, self.state.global_step)
@@ -295,6 +305,9 @@ class AdaptTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """The Trainer's own would open pickles, adapters in folders with settings of their own, and what an index names elsewhere."""
+        if self.anneal is not None:
+            with reading(resume_from_checkpoint):
+                self.anneal.load(Path(resume_from_checkpoint))
         if self.sharded:
             return  # sharded weights come with the optimizer's state
         with reading(resume_from_checkpoint):

@@ -16,7 +16,6 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..common.environment import environment
-from ..common.markdown import table
 from ..core.reduce import Reducer
 from ..distributed.world import World
 from ..generation.decode_loop import DecodeLoop, synchronize
@@ -190,21 +189,6 @@ def measure_overlap(
         "rows": rows,
         **environment(),
     }
-
-
-def markdown_table(result: dict[str, Any]) -> str:
-    """The rows of a result, for README and docs."""
-    rows = []
-    for row in result["rows"]:
-        name = "no communication (bound)" if row["wiring"] == COMPUTE else row["wiring"]
-        step = f"{row['median_ms']:.1f} ({row['p25_ms']:.1f}-{row['p75_ms']:.1f})"
-        hidden = "" if row["wiring"] in ("standard", COMPUTE) else f"{row['hidden_percent']:.0f} %"
-        rows.append((name, step, f"{row['tokens_per_s']:.1f}", f"{row['speedup']:.2f}x", hidden))
-    return (
-        table(("wiring", "ms per step", "tokens/s", "speed-up", "communication hidden"), rows)
-        + f"\n{result['date']}, {result['machine']}, {result['link']}, torch {result['torch']}; "
-        f"compute {result['compute_ms']:.1f} ms, communication {result['communication_ms']:.1f} ms a step.\n"
-    )
 
 
 def run(

@@ -88,6 +88,12 @@ def adapt(
     stages_share: Annotated[
         float | None, typer.Option(help=default("stages_share", "Share of the run until the last stage is reached"))
     ] = None,
+    anneal: Annotated[
+        float | None, typer.Option(help="Share of the run over which all layers go from standard to ladder; default: at once.")
+    ] = None,
+    anneal_kl: Annotated[
+        float | None, typer.Option(help=default("anneal_kl", "KL to the teacher above which the annealing pauses"))
+    ] = None,
     lora_rank: Annotated[int | None, typer.Option(help=default("lora_rank", "Rank of the adapters of --method lora"))] = None,
     merge: Annotated[
         bool | None,

@@ -126,6 +126,10 @@ class Reducer:
         """The result of ``pending``, without its ``own`` and ``after``."""
         return pending.placeholder
 
+    def arrived(self, result: Tensor) -> Pending:
+        """What an all-reduce gave, as one in flight that may be waited for any number of times."""
+        return Pending(result, Reduction(Reducer()))
+
     def launch(self, partial: Tensor) -> ReduceWork:
         """The all-reduce itself, without autograd."""
         return CompletedWork(partial)

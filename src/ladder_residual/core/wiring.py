@@ -91,6 +91,21 @@ def ladder(state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
     return state
 
 
+def annealed(state: State, modules: Sequence[Branch], reducer: Reducer, *, switched: Tensor) -> State:
+    """On the way from standard (``switched`` 0) to ladder (1): modules read x_{i-2} + (1 - switched) (x_{i-1} - x_{i-2}). For training:
+    nothing is hidden, as the newest all-reduce is waited for."""
+    for module in modules:
+        state = wait_pending(average_streams(state, reducer) if state.diverged else state, keep=1)
+        read = state.stream
+        if state.pending:
+            newest = state.pending[0].wait()
+            read = read + (1 - switched) * newest
+            state = state._replace(pending=(reducer.arrived(newest),))
+        pending = reducer.start(module(read))._replace(after=module.after)
+        state = state._replace(pending=(*state.pending, pending))
+    return state
+
+
 def parallel(state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
     together = Branch(lambda x: reduce(add, (module(x) for module in modules)))
     return _read_and_start(state, together, reducer, keep=0)
@@ -125,11 +140,16 @@ def no_comm(state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
     return State(stream)
 
 
-def step(wiring: Wiring, layer: int, state: State, modules: Sequence[Branch], reducer: Reducer) -> State:
-    """One layer of ``wiring``; all layers below have as many modules as this one."""
+def step(
+    wiring: Wiring, layer: int, state: State, modules: Sequence[Branch], reducer: Reducer, switched: Tensor | None = None
+) -> State:
+    """One layer of ``wiring``; all layers below have as many modules as this one. ``switched``: how far a ladder is ``annealed``;
+    None: it is one."""
     match wiring.kind_of(layer):
         case "standard":
             return standard(state, modules, reducer)
+        case "ladder" if switched is not None:
+            return annealed(state, modules, reducer, switched=switched)
         case "ladder":
             return ladder(state, modules, reducer)
         case "parallel":

@@ -72,6 +72,7 @@ class RewiredLayer(nn.Module):
     placement: Placement
     reducer: Reducer
     gradient_checkpointing: bool
+    switched: Tensor | None = None  # ``annealed`` in core/wiring.py
 
     def forward(self, hidden_states: Tensor | State, **kwargs: Any) -> Tensor | State:
         wiring, layer = self.placement.wiring, self.placement.layer
@@ -79,7 +80,7 @@ class RewiredLayer(nn.Module):
         if self.gradient_checkpointing and self.training:
             for pending in state.pending:
                 pending.reduction.waited_again = True  # a recomputed layer waits once more for what came in
-        state = step(wiring, layer, state, self.branches(kwargs), self.reducer)
+        state = step(wiring, layer, state, self.branches(kwargs), self.reducer, self.switched)
         return finalize(state, self.reducer) if layer == wiring.num_layers - 1 else state
 
     def branches(self, attention_kwargs: dict[str, Any]) -> tuple[Branch, ...]:
@@ -179,6 +180,13 @@ def set_reducer(model: PreTrainedModel, reducer: Reducer) -> None:
     layer: Any
     for layer in decoder_layers(model):
         layer.reducer = reducer
+
+
+def set_switched(model: PreTrainedModel, switched: Tensor | None) -> None:
+    """How far the ladder layers are on the way from standard (0) to ladder (1); None: they are ladder layers."""
+    layer: Any
+    for layer in decoder_layers(model):
+        layer.switched = switched
 
 
 def rewire(model: PreTrainedModel, wiring: str | Wiring) -> PreTrainedModel:
