@@ -9,10 +9,10 @@ import torch
 from ladder_residual.adapt.anneal import Anneal
 from ladder_residual.adapt.checkpoints import last_checkpoint
 from ladder_residual.models.hf import rewire, set_switched
-from ladder_residual.models.loading import load_model, shard_model
+from ladder_residual.models.loading import load_model
 from tests.ranks import run_on_ranks
 from tests.tiny_adapt import log_entries, losses, run, settings, stop_after_a_checkpoint
-from tests.tiny_models import tiny_model
+from tests.tiny_models import shard_model, tiny_model
 
 RUN = dict(tokens=512 * 8, anneal=0.5, save_every=3, heldout=(), log_every=1)
 
