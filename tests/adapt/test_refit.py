@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import warnings
 
 import pytest
 import torch
@@ -62,6 +63,29 @@ def test_weights_that_cannot_be_improved_stay():
     for part in (0, 8):
         sums.add(x[part : part + 8], x[part : part + 8] @ prior.T)
     assert torch.equal(sums.solve(prior, "here"), prior)
+
+
+def test_a_ridge_that_leaves_singular_sums_is_raised_and_said_once(monkeypatch):
+    """Two inputs that are always alike, with a ridge too small for the precision of the sums."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(refit_module, "RIDGES", (1e-30,))
+    x, sums = torch.randn(16, 30, 6).repeat(1, 1, 2).double(), Regression()
+    for part in (0, 8):
+        sums.add(x[part : part + 8], x[part : part + 8, :, :3])
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("default")
+        found = sums.solve(torch.zeros(3, 12), "here")
+    assert [str(warning.message) for warning in said] == [
+        "the calibration text leaves singular statistics: ridges are raised; give more text"
+    ]
+    assert torch.allclose(x @ found.T, x[..., :3], atol=1e-3)
+
+
+def test_weights_that_two_layers_share_are_refused():
+    model = tiny_model("llama")
+    model.base_model.layers[1].mlp.up_proj.weight = model.base_model.layers[0].mlp.up_proj.weight
+    with pytest.raises(ValueError, match=r"but layers.0.mlp.up_proj.weight and layers.1.mlp.up_proj.weight share theirs"):
+        Refit(model, Wiring.parse("ladder", 4), rows_of(8, vocabulary=96))
 
 
 def rows_of(count, length=48, vocabulary=512):
@@ -227,7 +251,11 @@ def test_the_command_says_what_was_lost_and_regained(ground, tmp_path):
     [
         ("desync-2x", {}, "--refit is for ladder"),
         ("ladder", {"tokens": 100}, "--refit-tokens 100 is too few: a projection reads 172 numbers, so give at least 2048"),
-        ("ladder", {"text": "short.txt"}, r"short.txt gives \d+ full rows of 512 tokens, and at least 12 are needed"),
+        (
+            "ladder",
+            {"text": "short.txt"},
+            "short.txt gives 0 tokens in full rows of 512: a projection reads 172 numbers, so at least 2048 are",
+        ),
         ("ladder", {"source": "ladder"}, "rewired already"),
         ("ladder", {"target": "half"}, "not empty"),
     ],

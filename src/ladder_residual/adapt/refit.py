@@ -15,6 +15,7 @@ same M.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -85,7 +86,12 @@ class Regression:
 def ridge_regression(gram: Any, cross: Any, prior: Tensor, ridge: float) -> Tensor:
     penalty = ridge * float(gram.diagonal().mean())
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factor = torch.linalg.cholesky(gram + penalty * eye)
+    factor, failed = torch.linalg.cholesky_ex(gram + penalty * eye)
+    if failed:
+        warnings.warn("the calibration text leaves singular statistics: ridges are raised; give more text", stacklevel=1)
+    while failed:
+        penalty *= 10
+        factor, failed = torch.linalg.cholesky_ex(gram + penalty * eye)
     return torch.cholesky_solve((cross + penalty * prior).T, factor).T
 
 
@@ -98,6 +104,7 @@ class Refit:
     ) -> None:
         self.family = family_of(model.config.to_dict())
         rewire(model, "standard")
+        check_untied(model)
         self.model, self.wiring, self.layers = model, wiring, decoder_layers(model)
         self.dtype = dtype
         self.standard = Wiring.parse("standard", wiring.num_layers)
@@ -179,6 +186,16 @@ class Refit:
 
         step(wiring, index, state, (Branch(look),), self.reducer)
         return seen[0] if norm is None else norm(seen[0])
+
+
+def check_untied(model: PreTrainedModel) -> None:
+    """ValueError if two projections of the layers are one tensor: what is right for the one is wrong for the other."""
+    owners: dict[int, str] = {}
+    for name, parameter in decoder_layers(model).named_parameters(remove_duplicate=False):
+        if (first := owners.setdefault(id(parameter), name)) != name:
+            raise ValueError(
+                f"--refit gives every projection weights of its own, but layers.{first} and layers.{name} share theirs"
+            )
 
 
 @contextmanager

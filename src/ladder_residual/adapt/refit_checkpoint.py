@@ -128,8 +128,12 @@ def refit(
             raise ValueError(
                 f"--refit-tokens {wanted} is too few: a projection reads {widest} numbers, so give at least {least * sequence}"
             )
-        needed = least + CHECK_ROWS
-        rows = torch.from_numpy(full_rows(str(text), encoder, sequence, -(-wanted // sequence) + CHECK_ROWS, needed))
+        rows = torch.from_numpy(full_rows(str(text), encoder, sequence, -(-wanted // sequence) + CHECK_ROWS, 0))
+        if len(rows) < least + CHECK_ROWS:
+            raise ValueError(
+                f"{text} gives {len(rows) * sequence} tokens in full rows of {sequence}: a projection reads {widest} numbers, so at "
+                f"least {least * sequence} are needed and {CHECK_ROWS * sequence} to measure on; chats are padded, give documents"
+            )
         fitted_on, check = rows[:-CHECK_ROWS], rows[-CHECK_ROWS:]
         before = Probe(model, check)
         original, converted = before.original.loss, before.cost(after.layers).loss
