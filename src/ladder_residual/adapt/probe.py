@@ -50,22 +50,24 @@ class CachedStates:
 
 
 def inputs_of_layers(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
-    """The stream before layer 0, and the masks and rotary tables transformers hands to each layer."""
+    """The stream before layer 0, and the masks and rotary tables transformers hands to each layer. No layer runs."""
     seen: list[dict[str, Any]] = []
     start: list[Tensor] = []
 
-    def look(layer: Any, inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not seen:
-            start.append(inputs[0])
-        seen.append(dict(kwargs))
+    def look(x: Tensor, **kwargs: Any) -> Tensor:
+        start.append(x)
+        seen.append(kwargs)
+        return x
 
-    hooks = [layer.register_forward_pre_hook(look, with_kwargs=True) for layer in decoder_layers(model)]
     base: Any = model.base_model
+    layer: Any
     try:
+        for layer in decoder_layers(model):
+            layer.forward = look
         base(input_ids=ids, use_cache=False)
     finally:
-        for hook in hooks:
-            hook.remove()
+        for layer in decoder_layers(model):
+            layer.__dict__.pop("forward", None)
     return start[0], seen
 
 
@@ -91,7 +93,6 @@ class Probe:
         with torch.no_grad():
             for ids in self.batches:
                 start, arguments = inputs_of_layers(model, ids)
-                self.passes += 1 / len(self.batches)
                 self._starts.append(State(start))
                 self._arguments.append(arguments)
         self._original_hidden: list[Tensor] = []
