@@ -3,7 +3,6 @@
 import copy
 import json
 import shutil
-import warnings
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ from typer.testing import CliRunner
 
 from ladder_residual.adapt import refit as refit_module
 from ladder_residual.adapt.auto import full_rows
+from ladder_residual.adapt.probe import Probe
 from ladder_residual.adapt.refit import Refit, Regression, ridge_regression
-from ladder_residual.adapt.refit_checkpoint import CHECK_ROWS, RefitResult, refit
+from ladder_residual.adapt.refit_checkpoint import CHECK_ROWS, RefitResult, mean_loss, refit
 from ladder_residual.cli.main import app
 from ladder_residual.core.config import Wiring
 from ladder_residual.data.encoder import Encoder
@@ -62,30 +62,61 @@ def test_weights_that_cannot_be_improved_stay():
     sums = Regression()
     for part in (0, 8):
         sums.add(x[part : part + 8], x[part : part + 8] @ prior.T)
-    assert torch.equal(sums.solve(prior, "here"), prior)
+    assert sums.solve(prior, "here") is None
 
 
-def test_a_ridge_that_leaves_singular_sums_is_raised_and_said_once(monkeypatch):
+def test_a_ridge_that_leaves_singular_sums_is_raised(monkeypatch):
     """Two inputs that are always alike, with a ridge too small for the precision of the sums."""
     torch.manual_seed(0)
     monkeypatch.setattr(refit_module, "RIDGES", (1e-30,))
-    x, sums = torch.randn(16, 30, 6).repeat(1, 1, 2).double(), Regression()
+    x, prior = torch.randn(16, 30).double(), torch.zeros(3, 12)
+    x = torch.cat([x[:, :6], x[:, :6]], 1)
+    sums = Regression()
     for part in (0, 8):
-        sums.add(x[part : part + 8], x[part : part + 8, :, :3])
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("default")
-        found = sums.solve(torch.zeros(3, 12), "here")
-    assert [str(warning.message) for warning in said] == [
-        "the calibration text leaves singular statistics: ridges are raised; give more text"
-    ]
-    assert torch.allclose(x @ found.T, x[..., :3], atol=1e-3)
+        sums.add(x[part : part + 8], x[part : part + 8, :3])
+    found = sums.solve(prior, "here")
+    assert sums.singular
+    assert torch.allclose(x @ found.T, x[:, :3], atol=1e-3)
+    regular = Regression()
+    regular.add(torch.randn(8, 5), torch.randn(8, 3))
+    regular.solve(torch.zeros(3, 5), "here")
+    assert not regular.singular
 
 
 def test_weights_that_two_layers_share_are_refused():
     model = tiny_model("llama")
     model.base_model.layers[1].mlp.up_proj.weight = model.base_model.layers[0].mlp.up_proj.weight
-    with pytest.raises(ValueError, match=r"but layers.0.mlp.up_proj.weight and layers.1.mlp.up_proj.weight share theirs"):
+    with pytest.raises(ValueError, match="but layers.0.mlp.up_proj.weight and layers.1.mlp.up_proj.weight share theirs"):
         Refit(model, Wiring.parse("ladder", 4), rows_of(8, vocabulary=96))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_a_layer_alone_is_refitted_as_with_a_wiring_of_that_layer(family):
+    rows, model = rows_of(16, vocabulary=96), tiny_model(family)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    alone = Refit(model, Wiring.parse("ladder", 4), rows).alone()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    for index in (0, 2):
+        changed = Refit(copy.deepcopy(model), Wiring.parse(f"ladder:{index}", 4), rows).run()
+        own = {name.split(f"layers.{index}.")[1]: tensor for name, tensor in changed.items() if f"layers.{index}." in name}
+        assert len(own) >= 2  # the attention of layer 0 reads what it always read
+        for name, tensor in own.items():
+            assert torch.equal(alone[index].get_parameter(name), tensor), name
+
+
+def test_the_cost_of_refitted_layers_is_that_of_a_model_which_has_them():
+    rows, check, model = rows_of(16, vocabulary=96), rows_of(6, 12, 96), tiny_model("llama")
+    alone = Refit(model, Wiring.parse("ladder", 4), rows).alone()
+    probe = Probe(model, check, batch=4, converted=alone)
+    plain = Probe(model, check, batch=4)
+    swapped = copy.deepcopy(model)
+    for index in (1, 2):
+        swapped.base_model.layers[index].load_state_dict(alone[index].state_dict())
+    expected = mean_loss(swapped, "ladder:1-2", check)
+    assert probe.cost([1, 2]).loss == pytest.approx(expected, rel=1e-4)
+    assert probe.cost([1, 2]).kl != pytest.approx(plain.cost([1, 2]).kl, rel=1e-3)
+    assert probe.original.loss == plain.original.loss
 
 
 def rows_of(count, length=48, vocabulary=512):
@@ -233,8 +264,9 @@ def test_weights_are_found_under_the_names_they_are_stored_by(ground, tmp_path):
 
 def test_a_refit_that_does_not_help_says_so():
     said = []
-    RefitResult(None, 2048, original=2.0, converted=1.9, refitted=2.1, projections=3).describe(said.append)
+    RefitResult(None, 2048, original=2.0, converted=1.9, refitted=2.1, projections=3, singular=2).describe(said.append)
     assert "does not help here" in said[-1]
+    assert "what 2 modules read on this text is singular" in said[-2]
     assert "gap" not in "".join(said)
 
 
@@ -254,7 +286,7 @@ def test_the_command_says_what_was_lost_and_regained(ground, tmp_path):
         (
             "ladder",
             {"text": "short.txt"},
-            "short.txt gives 0 tokens in full rows of 512: a projection reads 172 numbers, so at least 2048 are",
+            r"short.txt gives 0 tokens in full rows of 512: a projection reads 172 numbers, so at least 2048 are",
         ),
         ("ladder", {"source": "ladder"}, "rewired already"),
         ("ladder", {"target": "half"}, "not empty"),

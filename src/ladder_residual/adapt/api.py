@@ -46,6 +46,8 @@ def select_layers(
     budget: float | None = None,
     check: str | Path | None = None,
     tokens: int | None = None,
+    refit: str | Path | None = None,
+    refit_tokens: int | None = None,
     device: str = "auto",
 ) -> LayerSelection:
     """Choose the layers whose conversion to ladder costs least, on a calibration text.
@@ -60,6 +62,8 @@ def select_layers(
         budget: By how many nats the loss may rise before any recovery training.
         check: Another text to check the choice on. Default: the rest of ``text``.
         tokens: Tokens of ``text`` to use. Default: 2048 on a CPU, 65536 on a GPU.
+        refit: Text to refit every layer on first, alone: its cost is then that after a refit. It takes as long as a refit of all.
+        refit_tokens: Tokens of it to use, as in ``refit``.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
 
     Returns:
@@ -72,7 +76,8 @@ def select_layers(
         >>> convert("stories", "stories-chosen", selection.wiring).after.spec == selection.wiring
         True
     """
-    request = Request(str(text), layers, budget, str(check) if check is not None else None, tokens)
+    named = {name: str(path) for name, path in (("check", check), ("refit", refit)) if path is not None}
+    request = Request(str(text), layers, budget, tokens=tokens, refit_tokens=refit_tokens, **named)
     wiring, document = choose(str(source), request, device)
     return LayerSelection(wiring, tuple(document["layers"]), document)
 

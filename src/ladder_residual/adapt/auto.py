@@ -29,6 +29,8 @@ class Request:
     budget: float | None = None
     check: str | None = None  # another text; default: the rest of the calibration text
     tokens: int | None = None
+    refit: str | None = None  # a text: what a layer costs is measured after refitting it on this one
+    refit_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if (self.layers is None) == (self.budget is None):
@@ -42,7 +44,8 @@ def choose(source: str, request: Request, device: str = "auto") -> tuple[str, di
     from ..models.preflight import check_source
     from .preflight import check_amount
 
-    config = check_source(source).fields
+    checked = check_source(source)
+    config = checked.fields
     check_amount(request.layers, request.budget, config["num_hidden_layers"])  # before torch is imported
 
     import torch
@@ -61,14 +64,23 @@ def choose(source: str, request: Request, device: str = "auto") -> tuple[str, di
             raise ValueError(f"layers are chosen by one process, {world.size} were started")
         wanted = max(2, (request.tokens or TOKENS[world.device.type]) // sequence)
         calibration, check = texts(request, encoder, sequence, wanted)
-        model = load_model(source, world, wiring=None, dtype="bf16" if world.device.type == "cuda" else "fp32")
-        kind, phases = world.device.type, Phases(4)
-        probe = Probe(model, torch.from_numpy(calibration))
+        kind, phases = world.device.type, Phases(4 if request.refit is None else 5)
+        model = load_model(source, world, wiring=None, dtype="bf16" if kind == "cuda" and request.refit is None else "fp32")
+        refitted: Any = None
+        if request.refit is not None:
+            from .refit import Refit
+            from .refit_checkpoint import calibration as rows_to_fit
+
+            rows, count = rows_to_fit(checked, request.refit, request.refit_tokens, world)[0], config["num_hidden_layers"]
+            with phases("each layer refitted", count) as bar:
+                every = Refit(model, Wiring.parse("ladder", count), rows, getattr(torch, checked.dtype))
+                refitted = every.alone(bar.update)
+        probe = Probe(model, torch.from_numpy(calibration), converted=refitted)
         selection = select(probe, request.layers, budget=request.budget, width=WIDTH[kind], phase=phases)
         size = request.layers if request.layers is not None else selection.within(request.budget or 0.0)
         sizes = some_sizes(selection.chosen, size, POINTS[kind])
         found, originals = {"calibration": curves(probe, selection, sizes, phases)}, {"calibration": probe.original.loss}
-        other = Probe(model, torch.from_numpy(check))
+        other = Probe(model, torch.from_numpy(check), converted=refitted)
         found["held-out"] = curves(other, selection, sizes, phases)
         originals["held-out"] = other.original.loss
     if size == 0:
@@ -84,6 +96,7 @@ def choose(source: str, request: Request, device: str = "auto") -> tuple[str, di
         "layers": list(layers),
         "asked": {"layers": request.layers, "budget": request.budget},
         "calibration": {"file": Path(request.calibration).name, "tokens": int(calibration.size)},
+        "refit": request.refit and Path(request.refit).name,
         "check": {"file": Path(request.check or request.calibration).name, "tokens": int(check.size)},
         "original": originals,
         "single": [{"layer": layer, "loss": cost.loss, "kl": cost.kl} for layer, cost in enumerate(selection.single)],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.reduce import Reducer
@@ -72,9 +72,12 @@ def inputs_of_layers(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[
 
 
 class Probe:
-    """A model and a text. ``cost`` measures a set of layers; ``cache_states`` keeps its states for the sets that come after it."""
+    """A model and a text. ``cost`` measures a set of layers; ``cache_states`` keeps its states for the sets that come after it.
+    ``converted``: what stands in the place of layers that are converted; default: the same weights."""
 
-    def __init__(self, model: PreTrainedModel, rows: Tensor, batch: int = 8) -> None:
+    def __init__(
+        self, model: PreTrainedModel, rows: Tensor, batch: int = 8, *, converted: Sequence[nn.Module] | None = None
+    ) -> None:
         if wiring_of(model.config).kind != "standard":
             raise ValueError(
                 "layers are chosen on the original model; this one is rewired already (ladder convert --wiring standard)"
@@ -85,6 +88,7 @@ class Probe:
 
             rewire(model, "standard")
         self.model, self.layers, self.count = model, layers, len(layers)
+        self.converted: Any = converted or layers
         self.reducer = Reducer()
         self.batches = list(rows.to(model.device).split(batch))
         self.passes = 0.0  # how many times the whole stack of layers was run: what a selection costs
@@ -111,8 +115,8 @@ class Probe:
     @torch.no_grad()
     def _run(self, state: State, batch: int, layers: frozenset[int], first: int, keep: list[State] | None) -> State:
         for index in range(first, self.count):
-            layer: Any = self.layers[index]
-            step = ladder if index in layers else standard
+            step, stack = (ladder, self.converted) if index in layers else (standard, self.layers)
+            layer: Any = stack[index]
             state = step(state, layer.branches(self._arguments[batch][index]), self.reducer)
             if keep is not None:
                 keep.append(state)

@@ -8,16 +8,18 @@ output projection:
     outputs (o, down)             W' minimises |W' z_converted - (original stream after the module - converted one before it)|^2
 
 each with a ridge towards W, which is chosen on rows that are held out. The output projections also take up what the layers below
-got wrong. Only sums over the tokens are kept: of n(x)^T n(x) and n(x_original)^T n(x) for all inputs of a module, as W' = W M with the
-same M.
+got wrong. Only sums over the tokens are kept, and only of the module at hand: of n(x)^T n(x) and n(x_original)^T n(x) for all inputs
+of a module, as W' = W M with the same M.
+Tensor-parallel ranks share the tokens: their sums are all-reduced, and what enters an output projection is gathered first.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -35,6 +37,9 @@ from .probe import inputs_of_layers
 RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean of the diagonal of x^T x
 BATCH = 8  # rows
 HELD_OUT = 4  # of so many rows one
+LOCAL = Reducer()  # of what is reduced already
+
+Found = dict[str, Tensor]  # of a layer: its output projections by name, and ``MODULE.inputs``, the M of its input projections
 
 
 class Sums:
@@ -54,49 +59,60 @@ class Regression:
     """W that minimises |W x - y|^2 + r |W - prior|^2. Of RIDGES that r is taken whose W is best on rows that were held out; if W stays
     better as it is, it stays."""
 
-    def __init__(self) -> None:
+    def __init__(self, reducer: Reducer = LOCAL) -> None:
         self.fit, self.held_out = Sums(), Sums()
+        self.reducer = reducer
+        self.singular = False  # whether a ridge had to be raised
 
     def add(self, x: Tensor, y: Tensor) -> None:
-        """A batch of rows; batches have a multiple of HELD_OUT, but for the last."""
+        """A batch of rows; batches have a multiple of HELD_OUT, but for the last. Ranks share the tokens."""
         held_out = torch.arange(len(x), device=x.device) % HELD_OUT == HELD_OUT - 1
-        self.fit.add(x[~held_out], y[~held_out])
-        self.held_out.add(x[held_out], y[held_out])
+        own = slice(self.reducer.rank, None, self.reducer.size)
+        self.fit.add(x[~held_out, own], y[~held_out, own])
+        self.held_out.add(x[held_out, own], y[held_out, own])
 
-    def solve(self, prior: Tensor, where: str) -> Tensor:
-        """``where``: the module that asks, for an error."""
+    def solve(self, prior: Tensor, where: str) -> Tensor | None:
+        """None: it stays. ``where``: the module that asks, for an error."""
         prior = prior.double()
+        for sums in (self.fit, self.held_out):
+            sums.gram, sums.cross = (self.reducer.start(part).wait() for part in (sums.gram, sums.cross))
         gram, cross = self.held_out.gram, self.held_out.cross
         mean = float((self.fit.gram + gram).diagonal().mean())
         if not math.isfinite(mean):
             raise NonFiniteError(f"{where}: what it reads on the calibration text is NaN or infinite")
         if mean == 0:
-            return prior
+            return None
 
         def error(weight: Tensor) -> float:  # up to a constant
             return float(((weight @ gram - 2 * cross) * weight).sum())
 
-        errors = {ridge: error(ridge_regression(self.fit.gram, self.fit.cross, prior, ridge)) for ridge in RIDGES}
+        errors = {ridge: error(self._ridge(self.fit.gram, self.fit.cross, prior, ridge)) for ridge in RIDGES}
         best = min(errors, key=lambda ridge: errors[ridge])
         if errors[best] >= error(prior):
-            return prior
-        return ridge_regression(self.fit.gram + gram, self.fit.cross + cross, prior, best)
+            return None
+        return self._ridge(self.fit.gram + gram, self.fit.cross + cross, prior, best)
+
+    def _ridge(self, gram: Tensor, cross: Tensor, prior: Tensor, ridge: float) -> Tensor:
+        weight, raised = ridge_regression(gram, cross, prior, ridge)
+        self.singular |= raised
+        return weight
 
 
-def ridge_regression(gram: Any, cross: Any, prior: Tensor, ridge: float) -> Tensor:
+def ridge_regression(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float) -> tuple[Tensor, bool]:
+    """W, and whether the ridge had to be raised because rounding leaves no positive definite matrix with this one."""
     penalty = ridge * float(gram.diagonal().mean())
     eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
     factor, failed = torch.linalg.cholesky_ex(gram + penalty * eye)
-    if failed:
-        warnings.warn("the calibration text leaves singular statistics: ridges are raised; give more text", stacklevel=1)
+    raised = bool(failed)
     while failed:
         penalty *= 10
         factor, failed = torch.linalg.cholesky_ex(gram + penalty * eye)
-    return torch.cholesky_solve((cross + penalty * prior).T, factor).T
+    return torch.cholesky_solve((cross + penalty * prior).T, factor).T, raised
 
 
 class Refit:
-    """Walks the layers of ``model``, a standard model whose weights become those of ``wiring``, as ``dtype`` can hold them."""
+    """Walks the layers of ``model``, a standard model (or one rank's shards) whose weights become those of ``wiring``, as ``dtype``
+    can hold them."""
 
     @torch.no_grad()
     def __init__(
@@ -105,12 +121,13 @@ class Refit:
         self.family = family_of(model.config.to_dict())
         rewire(model, "standard")
         check_untied(model)
-        self.model, self.wiring, self.layers = model, wiring, decoder_layers(model)
-        self.dtype = dtype
+        self.model, self.wiring, self.layers, self.dtype = model, wiring, decoder_layers(model), dtype
         self.standard = Wiring.parse("standard", wiring.num_layers)
         self.outputs = outputs and not self.family.post_norm  # behind a norm the output is no linear function of W
-        self.reducer = Reducer()
-        self.changed: dict[str, Tensor] = {}
+        self.reducer: Reducer = self.layers[0].reducer  # type: ignore[assignment]
+        self.names = {module: name for name, module in model.named_modules()}
+        self.changed: dict[str, tuple[int, str]] = {}  # by name of the weight: its layer, and what was found there
+        self.singular: list[str] = []  # modules for which a ridge had to be raised
         self.original: list[State] = []
         self.arguments: list[list[dict[str, Any]]] = []
         for ids in rows.to(model.device).split(BATCH):
@@ -120,61 +137,111 @@ class Refit:
         self.converted = list(self.original)
 
     @torch.no_grad()
-    def run(self, advance: Callable[[], object] = lambda: None) -> dict[str, Tensor]:
-        """The projections that changed, by name."""
-        names = {module: name for name, module in self.model.named_modules()}
-        family = self.family
-        for index, layer in enumerate(self.layers):
-            for norm, module in ((family.attention_norm, family.attention), (family.mlp_norm, family.mlp)):
-                self._module(index, getattr(layer, norm) if norm else None, getattr(layer, module), module == family.mlp, names)
+    def run(self, kept: Any = None, advance: Callable[[], object] = lambda: None) -> dict[str, Tensor]:
+        """The projections that changed, by name. ``kept`` (a dict, a LayerStore) gets what is found for each layer; layers that it
+        holds already are not fitted again."""
+        kept = {} if kept is None else kept
+        for index in range(len(self.layers)):
+            self._layer(index, kept)
             advance()
-        return self.changed
+        return {name: self.model.get_parameter(name).detach() for name in self.changed}
 
-    def _module(self, index: int, norm: nn.Module | None, module: nn.Module, is_mlp: bool, names: dict[nn.Module, str]) -> None:
+    def whole(self, kept: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        """What has changed, not only this rank's shards, after ``run``; ``read`` gives an original weight."""
+        found = cache(kept.get)
+        return {
+            name: found(layer)[key] if name == key else mapped(read(name), found(layer)[key]).to(self.dtype)
+            for name, (layer, key) in self.changed.items()
+        }
+
+    @torch.no_grad()
+    def alone(self, advance: Callable[[], object] = lambda: None) -> list[nn.Module]:
+        """Every layer of ``wiring`` as it would be were it the only one converted; the model's own stay as they are."""
+        whole, found = self.wiring, list[nn.Module]()
+        for index, layer in enumerate(self.layers):
+            before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+            self.wiring, self.converted = Wiring(whole.kind, (index,), whole.num_layers), list(self.original)
+            self._layer(index, {})
+            found.append(copy.deepcopy(layer))
+            layer.load_state_dict(before)
+            advance()
+        self.wiring = whole
+        return found
+
+    def _layer(self, index: int, kept: Any) -> None:
         if index < self.wiring.layers[0]:  # both models are the same so far
-            self.original = self.converted = [
-                self._next(self.standard, index, is_mlp, batch, state) for batch, state in enumerate(self.original)
-            ]
+            for is_mlp in (False, True):
+                self.original = self.converted = [
+                    self._next(self.standard, index, is_mlp, batch, state) for batch, state in enumerate(self.original)
+                ]
             return
-        inputs, readers = Regression(), list[nn.Linear]()
+        known = kept.get(index)
+        found: Found = {} if known is None else known
+        for is_mlp in (False, True):
+            self._module(index, is_mlp, found, fit=known is None)
+        if known is None:
+            kept[index] = found
+
+    def _module(self, index: int, is_mlp: bool, found: Found, *, fit: bool) -> None:
+        family, layer = self.family, self.layers[index]
+        normed, name = (family.mlp_norm, family.mlp) if is_mlp else (family.attention_norm, family.attention)
+        module, norm = getattr(layer, name), getattr(layer, normed) if normed else None
+        inputs, readers, key = Regression(self.reducer), list[nn.Linear](), f"{self.names[module]}.inputs"
         before, self.original = self.original, []
         for batch, state in enumerate(before):
             with linear_calls(module) as calls:
                 self.original.append(self._next(self.standard, index, is_mlp, batch, state))
+            if readers and not fit:
+                continue
             x_original = self._read(self.standard, index, state, norm)
             readers = readers or [linear for linear, x in calls if torch.equal(x, x_original)]
-            inputs.add(self._read(self.wiring, index, self.converted[batch], norm), x_original)
-        map_inputs = inputs.solve(torch.eye(x_original.shape[-1], device=x_original.device), names[module])
-        for linear in readers:
-            self._change(linear, linear.weight.double() @ map_inputs, names)
-        if self.outputs:
-            self._outputs(index, module, is_mlp, names)
+            if fit:
+                inputs.add(self._read(self.wiring, index, self.converted[batch], norm), x_original)
+        output = calls[-1][0]
+        if fit:
+            eye = torch.eye(x_original.shape[-1], device=x_original.device)
+            self._keep(found, key, inputs, eye, torch.float32)
+        if key in found:
+            for linear in readers:
+                self._change(linear, mapped(linear.weight, found[key]), index, key)
+        key = f"{self.names[output]}.weight"
+        if fit and self.outputs:
+            self._outputs(index, is_mlp, module, found, key)
+        if key in found:
+            width = output.weight.shape[1]  # of this rank's shard
+            self._change(output, found[key][:, self.reducer.rank * width :][:, :width], index, key)
         self.converted = [self._next(self.wiring, index, is_mlp, batch, state) for batch, state in enumerate(self.converted)]
 
-    def _outputs(self, index: int, module: nn.Module, is_mlp: bool, names: dict[nn.Module, str]) -> None:
-        outputs = Regression()
+    def _outputs(self, index: int, is_mlp: bool, module: nn.Module, found: Found, key: str) -> None:
+        outputs = Regression(self.reducer)
         layer: Any = self.layers[index]
         scale = getattr(layer, self.family.multiplier) if self.family.multiplier else 1.0
         for batch, state in enumerate(self.converted):
             with linear_calls(module) as calls:
                 self._next(self.wiring, index, is_mlp, batch, state)
             linear, z = calls[-1]
-            missing = finalize(self.original[batch], self.reducer) - finalize(state, self.reducer)
-            outputs.add(z, missing / scale - (0 if linear.bias is None else linear.bias))
-        self._change(linear, outputs.solve(linear.weight, names[module]), names)
+            missing = finalize(self.original[batch], LOCAL) - finalize(state, LOCAL)
+            outputs.add(self.reducer.gather(z), missing / scale - (0 if linear.bias is None else linear.bias))
+        self._keep(found, key, outputs, self.reducer.gather(linear.weight.detach()), self.dtype)
 
-    def _change(self, linear: nn.Linear, weight: Tensor, names: dict[nn.Module, str]) -> None:
-        name = f"{names[linear]}.weight"
-        rounded = cast_finite(name, weight, self.dtype).to(linear.weight)
-        if not torch.equal(rounded, linear.weight):
-            linear.weight.copy_(rounded)
-            self.changed[name] = linear.weight.detach()
+    def _keep(self, found: Found, key: str, regression: Regression, prior: Tensor, dtype: torch.dtype) -> None:
+        weight = regression.solve(prior, key.rpartition(".")[0])
+        if regression.singular:
+            self.singular.append(key)
+        if weight is not None:
+            found[key] = cast_finite(key, weight, dtype)
+
+    def _change(self, linear: nn.Linear, weight: Tensor, index: int, key: str) -> None:
+        name = f"{self.names[linear]}.weight"
+        linear.weight.copy_(cast_finite(name, weight, self.dtype))
+        self.changed[name] = (index, key)
 
     def _next(self, wiring: Wiring, index: int, is_mlp: bool, batch: int, state: State) -> State:
-        """One module of the layer."""
+        """One module of the layer. The states of a walk are read more than once, so their all-reduces are waited for here."""
         layer: Any = self.layers[index]
         branch = layer.branches(self.arguments[batch][index])[is_mlp]
-        return step(wiring, index, state, (branch,), self.reducer)
+        after = step(wiring, index, state, (branch,), self.reducer)
+        return after._replace(pending=tuple(self.reducer.arrived(pending.wait()) for pending in after.pending))
 
     def _read(self, wiring: Wiring, index: int, state: State, norm: nn.Module | None) -> Tensor:
         """What a module's projections would read."""
@@ -184,8 +251,13 @@ class Refit:
             seen.append(x)
             return x
 
-        step(wiring, index, state, (Branch(look),), self.reducer)
+        step(wiring, index, state, (Branch(look),), LOCAL)
         return seen[0] if norm is None else norm(seen[0])
+
+
+def mapped(weight: Tensor, map_inputs: Tensor) -> Tensor:
+    """An input projection for inputs that M maps to those it was trained on."""
+    return weight.double() @ map_inputs.to(weight.device).double()
 
 
 def check_untied(model: PreTrainedModel) -> None:

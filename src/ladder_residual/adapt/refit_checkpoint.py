@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+import shutil
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..core.config import Wiring
 from ..models.convert import Conversion, check_target, convert
@@ -13,6 +16,11 @@ from ..models.families import check_wiring
 from ..models.preflight import CheckedSource, check_source
 from .auto import Phases, full_rows
 from .outcome import gap_closed
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from ..distributed.world import World
 
 SEQUENCE = 512
 CHECK_ROWS = 8  # of the text, held out
@@ -29,6 +37,7 @@ class RefitResult:
     converted: float
     refitted: float
     projections: int  # that were refitted
+    singular: int = 0  # modules for which a ridge had to be raised
 
     @property
     def gap_closed(self) -> float | None:
@@ -42,6 +51,11 @@ class RefitResult:
             f"loss     {self.original:.3f} original, {self.converted:.3f} converted, {self.refitted:.3f} refitted "
             f"(held-out rows of the text{closed})"
         )
+        if self.singular:
+            write(
+                f"         what {self.singular} modules read on this text is singular: their ridge was raised; more text, or of "
+                f"more kinds, is the cure"
+            )
         if self.refitted >= self.converted:
             write("         the refit does not help here: give more text, of the kind the model is for")
 
@@ -71,6 +85,35 @@ def check_refit(source: str | Path, target: str | Path, wiring: str | Wiring, ov
     return found, after
 
 
+def calibration(found: CheckedSource, text: str | Path, tokens: int | None, world: World) -> tuple[Tensor, Tensor]:
+    """Rows to fit on, and further rows of the text to measure on."""
+    import torch
+
+    from ..data.encoder import Encoder
+    from ..data.tokenizer import read_tokenizer
+    from ..models.loading import meta_model
+    from .refit import HELD_OUT
+
+    encoder = Encoder(read_tokenizer(str(found.checkpoint.directory)), int(found.fields["vocab_size"]))
+    sequence = min(SEQUENCE, int(found.fields.get("max_position_embeddings") or SEQUENCE))
+    widest = max(parameter.shape[-1] for name, parameter in meta_model(found).named_parameters() if ".layers." in name)
+    least = max(HELD_OUT, -(-widest // sequence))
+    wanted = TOKENS[world.device.type] if tokens is None else tokens
+    if wanted < least * sequence:
+        raise ValueError(
+            f"--refit-tokens {wanted} is too few: a projection reads {widest} numbers, so give at least {least * sequence}"
+        )
+    rows = full_rows(str(text), encoder, sequence, -(-wanted // sequence) + CHECK_ROWS, 0)
+    if len(rows) < least + CHECK_ROWS:
+        raise ValueError(
+            f"{text} gives {len(rows) * sequence} tokens in full rows of {sequence}: a projection reads {widest} numbers, so at least "
+            f"{least * sequence} are needed and {CHECK_ROWS * sequence} to measure on; give documents rather than chats, whose rows "
+            f"are padded"
+        )
+    both = torch.from_numpy(rows)
+    return both[:-CHECK_ROWS], both[-CHECK_ROWS:]
+
+
 def refit(
     source: str | Path,
     target: str | Path,
@@ -80,13 +123,16 @@ def refit(
     tokens: int | None = None,
     device: str = "auto",
     overwrite: bool = False,
+    log: Callable[[str], None] = print,
 ) -> RefitResult:
     """Convert a checkpoint to ladder and refit its projections in closed form, on a calibration text and without gradients.
 
     A converted module reads an older stream than it was trained on. Layer by layer, its input projections are fitted to give what
     the original's give, and its output projections to bring the stream back to the original's. It takes minutes on a CPU for 135M
-    parameters. The model and its activations on the text (a few
-    numbers per token and hidden unit) must fit in memory.
+    parameters. The model and its activations on the text (a few numbers per token and hidden unit) must fit in memory.
+
+    Runs in this process, or on the tensor-parallel ranks that torchrun started. Finished layers are kept in ``TARGET.refit`` until the
+    checkpoint is written: called again, an interrupted refit goes on with the next layer.
 
     Args:
         source: Checkpoint directory or hub id of the original, unconverted model.
@@ -96,6 +142,7 @@ def refit(
         tokens: Tokens of ``text`` to use. Default: 30720 on a CPU, 262144 on a GPU.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         overwrite: Replace a checkpoint that is there.
+        log: Called with what is worth knowing on the way, on rank 0.
 
     Returns:
         The conversion, and the losses ``original``, ``converted`` and ``refitted`` on held-out rows of the text.
@@ -108,38 +155,51 @@ def refit(
     found, after = check_refit(source, target, wiring, overwrite)
     import torch
 
-    from ..data.encoder import Encoder
-    from ..data.tokenizer import read_tokenizer
+    from ..common.version import __version__
     from ..distributed.world import distributed
     from ..models.loading import load_model
-    from .probe import Probe
-    from .refit import HELD_OUT, Refit
+    from ..models.parameters import stored_tensors
+    from ..train.run_lock import run_lock
+    from .refit import Refit
+    from .refit_layers import LayerStore
+    from .select import silent
 
-    encoder = Encoder(read_tokenizer(str(source)), int(found.fields["vocab_size"]))
-    sequence = min(SEQUENCE, int(found.fields.get("max_position_embeddings") or SEQUENCE))
-    with distributed(device) as world:
-        if world.size > 1:
-            raise ValueError(f"one process refits, {world.size} were started")
+    folder = Path(target).resolve().with_name(f"{Path(target).resolve().name}.refit")
+    with distributed(device) as world, ExitStack() as held:
+        log = log if world.is_main else (lambda line: None)
+        rows, check = calibration(found, text, tokens, world)
+        digest = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
+        world.check_same("the calibration text", digest)
+        held.enter_context(run_lock(folder, world))
+        about = {"checkpoint": found.checkpoint.digest(), "wiring": after.spec, "text": digest, "ranks": world.size}
+        layers = LayerStore(folder, about | {"version": __version__}, world, log)
         model: Any = load_model(source, world, dtype="fp32")
-        widest = max(parameter.shape[-1] for name, parameter in model.named_parameters() if ".layers." in name)
-        wanted = TOKENS[world.device.type] if tokens is None else tokens
-        least = max(HELD_OUT, -(-widest // sequence))
-        if wanted < least * sequence:
-            raise ValueError(
-                f"--refit-tokens {wanted} is too few: a projection reads {widest} numbers, so give at least {least * sequence}"
-            )
-        rows = torch.from_numpy(full_rows(str(text), encoder, sequence, -(-wanted // sequence) + CHECK_ROWS, 0))
-        if len(rows) < least + CHECK_ROWS:
-            raise ValueError(
-                f"{text} gives {len(rows) * sequence} tokens in full rows of {sequence}: a projection reads {widest} numbers, so at "
-                f"least {least * sequence} are needed and {CHECK_ROWS * sequence} to measure on; chats are padded, give documents"
-            )
-        fitted_on, check = rows[:-CHECK_ROWS], rows[-CHECK_ROWS:]
-        before = Probe(model, check)
-        original, converted = before.original.loss, before.cost(after.layers).loss
-        del before
-        with Phases(1)("refit", after.num_layers) as bar:
-            changed = Refit(model, after, fitted_on, getattr(torch, found.dtype)).run(bar.update)
-        refitted = Probe(model, check).cost(after.layers).loss
-    conversion = convert(source, target, after, overwrite=overwrite, refitted=changed)
-    return RefitResult(conversion, fitted_on.numel(), original, converted, refitted, len(changed))
+        original, converted = (mean_loss(model, spec, check) for spec in ("standard", after.spec))
+        with (Phases(1) if world.is_main else silent)("refit", after.num_layers) as bar:
+            fitted = Refit(model, after, rows, getattr(torch, found.dtype))
+            fitted.run(layers, bar.update)
+        refitted = mean_loss(model, after.spec, check)
+        whole = fitted.whole(layers, lambda name: found.checkpoint.read(stored_tensors(found.checkpoint, name, ())[0][0]))
+        conversion: Any = world.main_first(
+            lambda: convert(source, target, after, overwrite=overwrite, refitted=whole) if world.is_main else None
+        )
+        if world.is_main:
+            shutil.rmtree(folder)
+        conversion = world.broadcast(conversion)
+    return RefitResult(conversion, rows.numel(), original, converted, refitted, len(whole), len(fitted.singular))
+
+
+def mean_loss(model: Any, wiring: str, rows: Tensor) -> float:
+    """Per token, of the model with another wiring."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    from ..models.hf import rewire
+
+    rewire(model, wiring)
+    total = 0.0
+    with torch.no_grad():
+        for ids in rows.to(model.device).split(1):
+            logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+            total += float(cross_entropy(logits, ids[0, 1:]))
+    return total / len(rows)

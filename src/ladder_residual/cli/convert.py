@@ -8,7 +8,8 @@ from typing import Annotated
 import typer
 
 from ..common.terminal import show
-from .options import Device, Source
+from ..distributed.launch import on_ranks, speaks_first
+from .options import Device, Ranks, Source
 
 
 def convert(
@@ -40,6 +41,7 @@ def convert(
         ),
     ] = None,
     refit_tokens: Annotated[int | None, typer.Option(help="With --refit; default: 30720 on a CPU, 262144 on a GPU.")] = None,
+    tp: Ranks = None,
     device: Device = "auto",
 ) -> None:
     """Rewire a checkpoint: its config changes, its weights stay, unless they are to be refitted or quantised. An adapter is merged."""
@@ -58,6 +60,8 @@ def convert(
         )
     if refit_tokens is not None and refit is None:
         raise ValueError(f"--refit-tokens {refit_tokens} belongs to --refit TEXT")
+    if tp is not None and (refit is None or wiring == "auto"):
+        raise ValueError(f"--tp {tp} is for --refit with a wiring that is named: converting and choosing take one process")
     if refit is not None and (wiring is None or quantize is not None):
         raise ValueError("--refit goes with --wiring, and not with --quantize: refit first, then quantise the result")
     _check_file("--refit", refit)
@@ -69,12 +73,18 @@ def convert(
         if refit is None:
             describe(run(source, target, spec, copy=copy, overwrite=overwrite, quantize=quantize), show)
             return
-        from ..adapt.refit_checkpoint import refit as run_refit
-
         assert spec is not None
-        result = run_refit(source, target, spec, refit, tokens=refit_tokens, device=device, overwrite=overwrite)
-        result.describe(show)
-        describe(result.conversion, show)
+        if speaks_first():
+            check_refit(source, target, spec, overwrite)
+        on_ranks(tp, preload="ladder_residual.adapt.refit")
+        from ..adapt.refit_checkpoint import refit as run_refit
+        from ..distributed.world import distributed
+
+        with distributed(device) as world:
+            result = run_refit(source, target, spec, refit, tokens=refit_tokens, device=device, overwrite=overwrite, log=show)
+            if world.is_main:
+                result.describe(show)
+                describe(result.conversion, show)
 
     if wiring != "auto":
         if given := [name for name, value in options.items() if value is not None]:
@@ -94,7 +104,15 @@ def convert(
     from ..adapt.api import select_layers
 
     selection = select_layers(
-        source, calibration, layers=layers, budget=budget, check=check, tokens=calibration_tokens, device=device
+        source,
+        calibration,
+        layers=layers,
+        budget=budget,
+        check=check,
+        tokens=calibration_tokens,
+        refit=refit,
+        refit_tokens=refit_tokens,
+        device=device,
     )
     selection.explain(show)
     write(selection.wiring)
