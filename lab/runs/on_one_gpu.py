@@ -1,7 +1,7 @@
 """What is not measured yet of real ranks and of vLLM on one GPU, in the order of its worth; each part is bounded and writes its JSON.
 
-    python -m lab.runs.gpu_session vllm --dry-run                  # what would run, and how long
-    python -m lab.runs.gpu_session vllm --out DIR                  # DIR gets flat JSON files and one log
+    python -m lab.runs.on_one_gpu vllm --dry-run                  # what would run, and how long
+    python -m lab.runs.on_one_gpu vllm --out DIR                  # DIR gets flat JSON files and one log
 
 Each of vllm, ranks and kills ends within ten minutes. A part that fails, or does not end, leaves the rest its time. ``vllm`` needs what
 ``lab.serving.gpu_unpack`` unpacks on PYTHONPATH; the others need torch alone.
@@ -63,7 +63,7 @@ PARTS = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("call", choices=PARTS)
-    parser.add_argument("--out", type=Path, default=Path("gpu-session"))
+    parser.add_argument("--out", type=Path, default=Path("on-one-gpu"))
     parser.add_argument("--parts", help="Only these, with commas.")
     parser.add_argument("--dry-run", action="store_true")
     options = parser.parse_args()
@@ -95,7 +95,7 @@ def run(part: Part, out: Path, log: TextIO, ends: float) -> str:
         ended = f"exit code {process.wait(min(part.seconds, left))}"
     except subprocess.TimeoutExpired:
         ended = "not done"
-        process.send_signal(signal.SIGINT)  # it ends what it has started in sessions of their own
+        process.send_signal(signal.SIGINT)  # it ends the process groups that it has started
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
     finally:
