@@ -64,7 +64,7 @@ def test_it_rises_over_its_share_and_pauses_above_the_bound():
 def test_a_run_starts_as_the_original_and_ends_as_a_ladder(ground):
     said = run(ground, "annealed", **RUN | dict(heldout=(str(ground / "heldout.txt"),)))
     entries = log_entries(ground, "annealed")
-    assert [entry["switched"] for entry in entries] == [0.25, 0.5, 0.75, 1, 1, 1, 1, 1]
+    assert [entry["switched"] for entry in entries] == [0, 0.25, 0.5, 0.75, 1, 1, 1, 1]
     assert entries[0]["divergence"] == pytest.approx(0, abs=1e-5)
     assert entries[3]["divergence"] > 0.01
     at_once = run(ground, "at-once", **RUN | dict(anneal=0.0, heldout=(str(ground / "heldout.txt"),)))

@@ -36,9 +36,9 @@ def equal(weights, others):
     return weights.keys() == others.keys() and all(torch.equal(weights[name], others[name]) for name in weights)
 
 
-def stopped(ground, target, after, **changes):
+def stopped(ground, target, after, source=None):
     """A refit that ends as if killed, after some layers."""
-    put, count = Refit._layer, iter(range(99))
+    put, count, source = Refit._layer, iter(range(99)), source or ground / "original"
 
     def layer(self, index, kept):
         put(self, index, kept)
@@ -48,7 +48,7 @@ def stopped(ground, target, after, **changes):
     Refit._layer = layer
     try:
         with pytest.raises(InterruptedError):
-            refit(ground / "original", target, "ladder:1-4", ground / "train.txt", device="cpu", **{"tokens": TOKENS} | changes)
+            refit(source, target, "ladder:1-4", ground / "train.txt", device="cpu", tokens=TOKENS)
     finally:
         Refit._layer = put
     return target.with_name(f"{target.name}.refit")
@@ -109,6 +109,28 @@ def test_layers_of_another_refit_are_not_taken(ground, tmp_path):
     assert not kept.exists()
 
 
+@pytest.mark.parametrize("name", ["precious.safetensors", "layer-1"])
+def test_a_directory_of_other_files_is_left_alone(ground, tmp_path, name):
+    """Layers whose request is gone are nobody's."""
+    kept = tmp_path / "out.refit"
+    kept.mkdir()
+    (kept / name).write_text("precious")
+    with pytest.raises(ValueError, match="holds other files: move them, or choose another target"):
+        refit(ground / "original", tmp_path / "out", "ladder:1-4", ground / "train.txt", tokens=TOKENS, device="cpu")
+    assert [path.name for path in kept.iterdir()] == [name]
+    assert (kept / name).read_text() == "precious"
+
+
+def test_another_config_is_another_refit(ground, tmp_path):
+    source = shutil.copytree(ground / "original", tmp_path / "source")
+    kept = stopped(ground, tmp_path / "out", 1, source=source)
+    config = source / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rms_norm_eps": 0.5}))
+    with pytest.raises(ValueError, match=r"another refit \(checkpoint\)"):
+        refit(source, tmp_path / "out", "ladder:1-4", ground / "train.txt", tokens=TOKENS, device="cpu")
+    assert kept.exists()
+
+
 def on_rank(world, ground, target):
     result = refit(
         ground / "original", target, "ladder:1-4", ground / "train.txt", tokens=TOKENS, device="cpu", log=lambda line: None
@@ -156,11 +178,13 @@ def test_ranks_find_what_one_process_finds(family):
 
 def test_layers_are_chosen_by_what_they_cost_after_the_refit(ground, tmp_path):
     text = str(ground / "train.txt")
-    options = ["--layers", "2", "--calibration", text, "--calibration-tokens", "1024", "--device", "cpu"]
+    options = ["--layers", "2", "--calibration", str(ground / "heldout.txt"), "--calibration-tokens", "1024", "--device", "cpu"]
     command = ["convert", str(ground / "original"), str(tmp_path / "out"), "--wiring", "auto", *options]
     ran = CliRunner().invoke(app, [*command, "--refit", text, "--refit-tokens", "2048"])
     assert ran.exit_code == 0, ran.output
     assert "chosen   ladder:" in ran.output
+    again = CliRunner().invoke(app, [*command, "--overwrite", "--refit", str(ground / "heldout.txt")])
+    assert "is measured on too (--calibration, --check): give one of them another text" in str(again.exception)
     assert " projections on 2,048 tokens" in ran.output
     plain = CliRunner().invoke(app, [*command[:2], str(tmp_path / "plain"), *command[3:]])
     assert plain.exit_code == 0, plain.output

@@ -40,6 +40,13 @@ def test_it_pays_where_the_mean_over_ranks_is_shorter() -> None:
     assert "16" in str(overlap)
 
 
+def test_beside_a_fused_kernel_it_is_all_batches_or_none() -> None:
+    """A layer that overlaps for some batches has no fused all-reduce and norm for the others."""
+    some = {1: Times(1.0, 1.2), 16: Times(5.0, 3.0)}
+    assert decide([some], fused=True) == NEVER
+    assert decide([{16: some[16]}], fused=True).pays == ((16, True),)
+
+
 @pytest.mark.parametrize(
     ("without", "leave"),
     [

@@ -25,7 +25,7 @@ class Anneal(TrainerCallback):
 
     def __init__(self, model: PreTrainedModel, share: float, bound: float, log: Callable[[str], None]) -> None:
         self.model, self.share, self.bound, self.log = model, share, bound, log
-        self.paused = 0  # steps
+        self.paused, self.used = 0, 0.0  # steps; ``switched`` in the step that ended last
         device = next(model.parameters()).device
         self._value = torch.zeros((), device=device)  # what the layers read; in one place for a CUDA graph
         self._divergence = torch.zeros((), device=device)
@@ -41,6 +41,7 @@ class Anneal(TrainerCallback):
         self._divergence += divergence.detach()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.used = self.switched
         if self.switched == 1:
             return
         if dist.is_initialized():

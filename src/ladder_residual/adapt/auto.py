@@ -47,6 +47,9 @@ def choose(source: str, request: Request, device: str = "auto") -> tuple[str, di
     checked = check_source(source)
     config = checked.fields
     check_amount(request.layers, request.budget, config["num_hidden_layers"])  # before torch is imported
+    measured_on = [Path(text).resolve() for text in (request.calibration, request.check) if text is not None]
+    if request.refit is not None and Path(request.refit).resolve() in measured_on:
+        raise ValueError(f"--refit {request.refit} is measured on too (--calibration, --check): give one of them another text")
 
     import torch
 

@@ -19,7 +19,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -86,11 +86,11 @@ class Regression:
         def error(weight: Tensor) -> float:  # up to a constant
             return float(((weight @ gram - 2 * cross) * weight).sum())
 
-        errors = {ridge: error(self._ridge(self.fit.gram, self.fit.cross, prior, ridge)) for ridge in RIDGES}
-        best = min(errors, key=lambda ridge: errors[ridge])
-        if errors[best] >= error(prior):
-            return None
-        return self._ridge(self.fit.gram + gram, self.fit.cross + cross, prior, best)
+        errors = [error(prior), *(error(self._ridge(self.fit.gram, self.fit.cross, prior, ridge)) for ridge in RIDGES)]
+        # Rank 0 chooses for all: unlike processors may round a near tie apart.
+        choice = torch.tensor(float(errors.index(min(errors)) if self.reducer.rank == 0 else 0))
+        best = int(self.reducer.start(choice).wait())
+        return self._ridge(self.fit.gram + gram, self.fit.cross + cross, prior, RIDGES[best - 1]) if best else None
 
     def _ridge(self, gram: Tensor, cross: Tensor, prior: Tensor, ridge: float) -> Tensor:
         weight, raised = ridge_regression(gram, cross, prior, ridge)
@@ -147,12 +147,13 @@ class Refit:
         return {name: self.model.get_parameter(name).detach() for name in self.changed}
 
     def whole(self, kept: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """What has changed, not only this rank's shards, after ``run``; ``read`` gives an original weight."""
-        found = cache(kept.get)
-        return {
-            name: found(layer)[key] if name == key else mapped(read(name), found(layer)[key]).to(self.dtype)
-            for name, (layer, key) in self.changed.items()
-        }
+        """What has changed, not only this rank's shards, after ``run``, on rank 0; ``read`` gives an original weight."""
+        found, whole = lru_cache(1)(kept.get), {}  # all ranks ask for a layer, one after the other
+        for name, (layer, key) in self.changed.items():
+            new = found(layer)[key]
+            if self.reducer.rank == 0:
+                whole[name] = new if name == key else mapped(read(name), new).to(self.dtype)
+        return whole
 
     @torch.no_grad()
     def alone(self, advance: Callable[[], object] = lambda: None) -> list[nn.Module]:

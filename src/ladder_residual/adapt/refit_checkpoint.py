@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
+import json
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -171,7 +171,9 @@ def refit(
         digest = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
         world.check_same("the calibration text", digest)
         held.enter_context(run_lock(folder, world))
-        about = {"checkpoint": found.checkpoint.digest(), "wiring": after.spec, "text": digest, "ranks": world.size}
+        config = json.dumps(found.fields, sort_keys=True, default=str)
+        weights = f"{found.checkpoint.digest()} {hashlib.sha256(config.encode()).hexdigest()}"
+        about = {"checkpoint": weights, "dtype": found.dtype, "wiring": after.spec, "text": digest, "ranks": world.size}
         layers = LayerStore(folder, about | {"version": __version__}, world, log)
         model: Any = load_model(source, world, dtype="fp32")
         original, converted = (mean_loss(model, spec, check) for spec in ("standard", after.spec))
@@ -183,10 +185,9 @@ def refit(
         conversion: Any = world.main_first(
             lambda: convert(source, target, after, overwrite=overwrite, refitted=whole) if world.is_main else None
         )
-        if world.is_main:
-            shutil.rmtree(folder)
+        layers.remove()
         conversion = world.broadcast(conversion)
-    return RefitResult(conversion, rows.numel(), original, converted, refitted, len(whole), len(fitted.singular))
+    return RefitResult(conversion, rows.numel(), original, converted, refitted, len(fitted.changed), len(fitted.singular))
 
 
 def mean_loss(model: Any, wiring: str, rows: Tensor) -> float:

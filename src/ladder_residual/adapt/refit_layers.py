@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,25 @@ from ..models.finite import check_weight
 from ..train.manifest import check_files, fingerprint, set_aside, write_manifest
 from .refit import Found
 
-_REQUEST, _WEIGHTS = "request.json", "found.safetensors"
+_REQUEST, _WEIGHTS, _DRAFT, _LOCK = "request.json", "found.safetensors", ".saving", ".lock"
 
 
 class LayerStore:
     """``folder/layer-N``, each whole and with checksums, or absent. All ranks call its methods; rank 0 reads and writes."""
 
     def __init__(self, folder: Path, request: dict[str, Any], world: World, log: Callable[[str], None]) -> None:
-        """ValueError where layers of another ``request`` are kept."""
+        """ValueError where layers of another ``request`` are kept, or anything else."""
         self.folder, self.world, self.log = folder, world, log
         file = folder / _REQUEST
+        foreign = world.is_main and not file.exists() and any(path.name not in (_DRAFT, _LOCK) for path in folder.iterdir())
+        if world.broadcast(foreign):
+            raise ValueError(
+                f"{folder} is where finished layers are kept, and holds other files: move them, or choose another target"
+            )
         theirs = world.broadcast(read_json(file) if world.is_main and file.exists() else None)
         if theirs is None and world.is_main:
             replace_text(file, json.dumps(request, indent=1) + "\n")
-        different = sorted(key for key in request if theirs and request[key] != theirs.get(key))
+        different = sorted(key for key in request if theirs is not None and request[key] != theirs.get(key))
         if different:
             raise ValueError(
                 f"{folder} keeps the layers of another refit ({', '.join(different)}): delete it, or choose another target"
@@ -53,9 +59,20 @@ class LayerStore:
 
     def __setitem__(self, layer: int, found: Found) -> None:
         if self.world.is_main:
-            draft = self.folder / ".saving"
+            draft = self.folder / _DRAFT
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir()
             save_file({name: tensor.contiguous().cpu() for name, tensor in found.items()}, draft / _WEIGHTS)
             write_manifest(draft, {_WEIGHTS: fingerprint(draft / _WEIGHTS)}, {"layer": layer})
             draft.rename(self.folder / f"layer-{layer}")
+
+    def remove(self) -> None:
+        """Layers before the request: without it nobody could tell whose they are. What else was put there stays."""
+        if not self.world.is_main:
+            return
+        for path in (*self.folder.glob("layer-*"), self.folder / _DRAFT):
+            shutil.rmtree(path, ignore_errors=True)
+        for name in (_REQUEST, _LOCK):
+            (self.folder / name).unlink(missing_ok=True)
+        with suppress(OSError):
+            self.folder.rmdir()

@@ -225,7 +225,7 @@ class AdaptTrainer(Trainer):
                 logs[name] = float(total) / steps
             self._parts, self._parts_steps = {}, self.state.global_step
             if self.anneal is not None:
-                logs["switched"] = self.anneal.switched
+                logs["switched"] = self.anneal.used
             logs["tokens"] = self.state.global_step * self.settings.batch_tokens
         super().log(logs, start_time)
 

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 # Anything else may be somebody's work, and is not overwritten.
 _PART_OF_A_CHECKPOINT = re.compile(
-    rf"[^.].*\.(?:json|jinja|model|tiktoken|txt|md|safetensors)|{re.escape(STUB)}|LICENSE|NOTICE|\.gitattributes", re.DOTALL
+    rf"[^.].*\.(?:json|jinja|model|tiktoken|txt|md|safetensors)|selection\.svg|{re.escape(STUB)}|LICENSE|NOTICE|\.gitattributes",
+    re.DOTALL,
 )
 
 

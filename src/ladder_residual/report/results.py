@@ -327,6 +327,8 @@ def _read_parts(results: Results, document: Mapping[str, Any], file: Path) -> No
 def _rows(document: Mapping[str, Any]) -> list[dict[str, Any]]:
     for key in ("rows", "results", "runs"):
         rows = document.get(key)
+        if isinstance(rows, dict) and all(isinstance(row, dict) for row in rows.values()):
+            rows = [{"name": name, **row} for name, row in rows.items()]
         if isinstance(rows, list) and rows and all(isinstance(row, dict) for row in rows):
             return rows
     return []

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from vllm.config import CUDAGraphMode
-from vllm.distributed import get_tp_group
+from vllm.distributed import get_pp_group, get_tp_group
 from vllm.distributed.device_communicators.pynccl_allocator import is_symmetric_memory_enabled
 from vllm.distributed.parallel_state import GroupCoordinator
 from vllm.forward_context import get_forward_context, is_forward_context_available
@@ -120,7 +120,7 @@ class Communicator:
         self.group = group
         self.in_flight: deque[ReduceWork] = deque()
         self.cuda = current_platform.is_cuda_alike()
-        self.overlap = NEVER if self.cuda else ALWAYS
+        self.overlap = NEVER if self.cuda else Overlap(((1, True),))
         self.timed_graphs: list[torch.cuda.CUDAGraph] = []
         self.in_line: Reducer = InLineReducer(group)
         self.reducer: Reducer = self.in_line if self.cuda else _cpu_reducer(group)
@@ -152,6 +152,7 @@ class Communicator:
         eager = checked(model, "enforce_eager") or checked(model, "enable_sleep_mode")
         return measure(
             self.group,
+            get_pp_group(),
             self.in_line,
             beside,
             config.hidden_size,

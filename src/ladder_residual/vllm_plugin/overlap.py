@@ -78,8 +78,9 @@ class Overlap(NamedTuple):
 ALWAYS, NEVER = Overlap(((1, True),), without_graphs=True), Overlap(((1, False),))
 
 
-def decide(times: Sequence[Mapping[int, Times]]) -> Overlap:
-    """From every rank's times by number of tokens. All ranks must come to the same."""
+def decide(times: Sequence[Mapping[int, Times]], fused: bool = False) -> Overlap:
+    """From every rank's times by number of tokens. All ranks of all stages must come to the same. ``fused``: as in ``measure``; a layer
+    with all-reduces beside it for some batches has no such kernel for the others, so it is all batches or none."""
     pays, kept, left = [], 0.0, 0.0  # of prompts in line in graphs, and of the same beside without
     for tokens in sorted(times[0]):
         ranks = [rank[tokens] for rank in times]
@@ -88,6 +89,8 @@ def decide(times: Sequence[Mapping[int, Times]]) -> Overlap:
         if pays[-1][1] and tokens >= PROMPT and ranks[0].beside_without_graph is not None:
             kept += in_line
             left += sum(each.beside_without_graph or 0.0 for each in ranks)
+    if fused and not all(each for _, each in pays):
+        return NEVER
     return Overlap(tuple(pays), without_graphs=left < PROMPT_GAIN * kept)
 
 
@@ -101,6 +104,7 @@ def module_bytes(config: Any, ranks: int, weight_bytes: float) -> int:
 
 def measure(
     group: Any,
+    stages: Any,
     in_line: Reducer,
     beside: Reducer,
     hidden: int,
@@ -134,9 +138,12 @@ def measure(
         times[tokens] = Times(best[0], best[1], kept is not None, best[2] if kept is not None else None)
         del ways
     torch.cuda.empty_cache()  # vLLM measures next what is free
-    everybody: list[Any] = [None] * group.world_size
-    dist.all_gather_object(everybody, times, group=group.cpu_group)
-    return decide(everybody)
+    everybody: list[Any] = [times]
+    for ranks in (group, stages):
+        parts: list[Any] = [None] * ranks.world_size
+        dist.all_gather_object(parts, everybody, group=ranks.cpu_group)
+        everybody = [each for part in parts for each in part]
+    return decide(everybody, fused)
 
 
 def token_counts(most: int) -> list[int]:
