@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
-from .checkpoint_reader import CONFIG, read_json, resolve
+from .checkpoint_reader import CONFIG, FLOATS, read_json, resolve
 from .sharding import ShardSpec
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ _MUST_BE_EMPTY = (
     *("lora_bias", "modules_to_save", "monteclora_config", "rank_pattern", "target_parameters", "trainable_token_indices"),
     *("use_bdlora", "use_dora", "use_qalora", "velora_config"),
 )
+_INITS = ("gaussian", "eva", "orthogonal", "mica")  # others leave a part of the base's weights in the matrices
+_LARGEST_ALPHA = 10**6
+_LONGEST_PATH = 4096
 
 
 def is_adapter(directory: Path) -> bool:
@@ -56,13 +59,19 @@ class AdapterSource:
         for name in _MUST_BE_EMPTY:
             if fields.get(name):
                 raise ValueError(f"{file}: {name} is {fields[name]!r:.80}, which is not supported: merge it with peft first")
+        init = fields.get("init_lora_weights", True)
+        if not isinstance(init, bool | None) and init not in _INITS:
+            raise ValueError(
+                f"{file}: init_lora_weights is {init!r:.40}, which is not supported: it changes the base's weights too: merge it with "
+                f"peft first"
+            )
         if fields.get("bias", "none") != "none":
             raise ValueError(f"{file}: bias is {fields['bias']!r:.40}, supported is none: merge it with peft first")
         rank, alpha = fields.get("r"), fields.get("lora_alpha")
         if type(rank) is not int or rank < 1:
             raise ValueError(f"{file}: r is {rank!r:.40}, expected a whole number above 0")
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-            raise ValueError(f"{file}: lora_alpha is {alpha!r:.40}, expected a number")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not abs(alpha) <= _LARGEST_ALPHA:
+            raise ValueError(f"{file}: lora_alpha is {alpha!r:.40}, expected a number up to {_LARGEST_ALPHA}")
         return fields
 
     @property
@@ -73,6 +82,50 @@ class AdapterSource:
     def scale(self) -> float:
         return float(self.fields["lora_alpha"] / (math.sqrt(self.rank) if self.fields.get("use_rslora") else self.rank))
 
+    @property
+    def file(self) -> Path:
+        return self.directory / ADAPTER_WEIGHTS
+
+    def opened(self, framework: str) -> Any:
+        if not self.file.is_file():
+            raise ValueError(f"{self.directory} has no {ADAPTER_WEIGHTS}: is it an adapter of peft's?")
+        try:
+            return safe_open(str(self.file), framework=framework)
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ValueError(f"{self.file} is damaged or cut short: {error}") from error
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, int]]:
+        """Of the product of each pair of matrices, by the weight it is added to; from the file's header."""
+        with self.opened("np") as handle:
+            parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            stored = {name: (list(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
+        pairs: dict[str, dict[str, int]] = {}
+        for name, (shape, dtype) in stored.items():
+            module, _, part = name.removesuffix(".weight").rpartition(".")
+            if not name.startswith(_PREFIX) or not name.endswith(".weight") or part not in ("lora_A", "lora_B"):
+                raise ValueError(f"{self.file}: {name:.120} is no lora_A.weight or lora_B.weight of a module")
+            side = 0 if part == "lora_A" else 1
+            if len(shape) != 2 or shape[side] != self.rank or dtype not in FLOATS:
+                raise ValueError(
+                    f"{self.file}: {name} is {dtype} {shape}, expected a matrix of rank {self.rank} in {', '.join(FLOATS)}"
+                )
+            pairs.setdefault(f"{module.removeprefix(_PREFIX)}.weight", {})[part] = shape[1 - side]
+        for name, pair in pairs.items():
+            if len(pair) != 2:
+                raise ValueError(f"{self.file} has {min(pair)} of {name}, and not the other matrix")
+        if not pairs:
+            raise ValueError(f"{self.file} holds no matrices")
+        return {name: (pair["lora_B"], pair["lora_A"]) for name, pair in pairs.items()}
+
+    def check_shapes(self, weights: Mapping[str, tuple[int, ...]]) -> None:
+        """ValueError unless each product fits the weight of its name, where ``weights`` has it."""
+        for name, shape in self.shapes.items():
+            if shape != weights.get(name, shape):
+                raise ValueError(
+                    f"{self.file}: the matrices for {name} make {list(shape)}, its base has {list(weights[name])}: another base is meant"
+                )
+
     def digest(self) -> str:
         names = (ADAPTER_CONFIG, ADAPTER_WEIGHTS)
         content = b"".join((self.directory / name).read_bytes() for name in names if (self.directory / name).is_file())
@@ -80,12 +133,12 @@ class AdapterSource:
 
     def base(self, *, weights: bool = True) -> Path:
         file, name = self.directory / ADAPTER_CONFIG, self.fields.get("base_model_name_or_path")
-        if not isinstance(name, str) or not name:
+        if not isinstance(name, str) or not 0 < len(name) < _LONGEST_PATH:
             raise ValueError(f"{file}: base_model_name_or_path is {name!r:.80}: write the checkpoint it belongs to there")
         try:
             base = resolve(name, weights=weights)
-        except ValueError as error:
-            raise ValueError(f"{file}: base_model_name_or_path: {error}") from None
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{file}: base_model_name_or_path: {getattr(error, 'strerror', None) or error}") from None
         if is_adapter(base):
             raise ValueError(f"{file}: base_model_name_or_path is {name}, an adapter too: merge that one with ladder convert")
         return base
@@ -94,56 +147,36 @@ class AdapterSource:
 class Adapter:
     """The matrices of an adapter, added to the weights of its base as those are read."""
 
-    def __init__(self, source: AdapterSource) -> None:
+    def __init__(self, source: AdapterSource, *, allow_nonfinite: bool = False) -> None:
         from .finite import check_weight
 
-        self.scale, self.file = source.scale, source.directory / ADAPTER_WEIGHTS
-        if not self.file.is_file():
-            raise ValueError(f"{source.directory} has no {ADAPTER_WEIGHTS}: is it an adapter of peft's?")
-        try:
-            with safe_open(str(self.file), framework="pt") as handle:
-                stored = {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{self.file} is damaged or cut short: {error}") from error
-        pairs: dict[str, dict[str, Tensor]] = {}
-        for name, tensor in stored.items():
-            module, _, part = name.removesuffix(".weight").rpartition(".")
-            if not name.startswith(_PREFIX) or not name.endswith(".weight") or part not in ("lora_A", "lora_B"):
-                raise ValueError(f"{self.file}: {name:.120} is no lora_A.weight or lora_B.weight of a module")
-            side = 0 if part == "lora_A" else 1
-            if tensor.dim() != 2 or tensor.shape[side] != source.rank or not tensor.is_floating_point():
-                raise ValueError(
-                    f"{self.file}: {name} is {str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}, expected a matrix of "
-                    f"rank {source.rank}"
-                )
-            check_weight(name, tensor, self.file)
-            pairs.setdefault(f"{module.removeprefix(_PREFIX)}.weight", {})[part] = tensor
-        for name, pair in pairs.items():
-            if len(pair) != 2:
-                raise ValueError(f"{self.file} has {min(pair)} of {name}, and not the other matrix")
-        self.pairs = {name: (pair["lora_B"], pair["lora_A"]) for name, pair in pairs.items()}
-        if not self.pairs:
-            raise ValueError(f"{self.file} holds no matrices")
+        self.source, self.file, self.allow_nonfinite = source, source.file, allow_nonfinite
+        self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        with source.opened("pt") as handle:
+            for name in source.shapes:
+                stored = [f"{_PREFIX}{name.removesuffix('.weight')}.{part}.weight" for part in ("lora_B", "lora_A")]
+                tall, wide = (handle.get_tensor(part) for part in stored)
+                if not allow_nonfinite:
+                    check_weight(stored[0], tall, self.file)
+                    check_weight(stored[1], wide, self.file)
+                self.pairs[name] = tall, wide
 
     def check(self, model: nn.Module) -> None:
         """ValueError unless each pair fits a parameter of ``model``."""
-        parameters: Mapping[str, Tensor] = dict(model.named_parameters())
-        for name, (tall, wide) in self.pairs.items():
-            if name not in parameters:
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        for name in self.pairs:
+            if name not in shapes:
                 raise ValueError(
                     f"{self.file} has matrices for {name}, which its base model does not have: another base is meant"
                 )
-            found, expected = [tall.shape[0], wide.shape[1]], list(parameters[name].shape)
-            if found != expected:
-                raise ValueError(
-                    f"{self.file}: the matrices for {name} make {found}, its base has {expected}: another base is meant"
-                )
+        self.source.check_shapes(shapes)
 
     def added(self, name: str, weight: Tensor, spec: ShardSpec | None) -> Tensor:
         """In float32, where there is something to add; ``weight`` is what ``spec`` keeps of ``name``."""
         import torch
 
         from .chunks import local_part
+        from .finite import check_weight
 
         if name not in self.pairs:
             return weight
@@ -152,4 +185,7 @@ class Adapter:
             tall = local_part(tall, spec)
         elif spec is not None:
             wide = local_part(wide, spec)
-        return weight.to(torch.float32) + self.scale * (tall @ wide)
+        weight = weight.to(torch.float32) + self.source.scale * (tall @ wide)
+        if not self.allow_nonfinite:
+            check_weight(f"{name} with this adapter added", weight, self.file)
+        return weight

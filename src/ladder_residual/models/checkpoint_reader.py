@@ -34,7 +34,7 @@ HEADS, _EMBEDDINGS = ("lm_head.weight", "embed_out.weight"), ("embed_tokens.weig
 _COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", *HEADS)
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.([0-9]{1,9})\.")
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
 # A mapped file's pages stay resident while it is open: reopen it now and then, so that peak memory is the shard and not the file.
 REOPEN_AFTER_BYTES = 64 << 20
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20  # published ones have up to 50 KB and 15 MB
@@ -181,9 +181,9 @@ class Checkpoint:
     def shape(self, name: str) -> tuple[int, ...]:
         """Checked on the way: a tensor of whole numbers or packed bits would be read as weights without a word."""
         shape, dtype = self.stored(name)
-        if dtype not in _FLOATS:
+        if dtype not in FLOATS:
             raise ValueError(
-                f"{self.directory / self.files[name]}: {name} is stored as {dtype}; this loader reads {', '.join(_FLOATS)}"
+                f"{self.directory / self.files[name]}: {name} is stored as {dtype}; this loader reads {', '.join(FLOATS)}"
             )
         return shape
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.config import AUTHORS_KEY, CONFIG_KEY, Wiring
-from .adapter import Adapter, is_adapter
+from .adapter import ADAPTER_CONFIG, Adapter, is_adapter
 from .checkpoint_reader import INDEX, Checkpoint, resolve
 from .checkpoint_writer import check_replaceable, new_directory, rewrite_weights
 from .families import Family, check_wiring
@@ -29,7 +29,7 @@ _BASE_ARCHITECTURES = "base_architectures"  # what the checkpoint was called bef
 # What goes along with the weights: tokenizer, templates, generation settings and texts; never code, never hidden files.
 _KEPT = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
 _KEPT_NAMES = ("LICENSE", "NOTICE")
-_SKIP = ("config.json", INDEX)
+_SKIP = ("config.json", INDEX, ADAPTER_CONFIG)
 
 
 @dataclass(frozen=True)

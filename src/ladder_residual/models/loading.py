@@ -156,7 +156,7 @@ def load_model(
         restore_buffers(model, rank.device)
         DynamicCache(config=model.config)  # every forward makes one, of fields nobody has looked at yet
 
-    adapter = Adapter(found.adapter) if found.adapter else None
+    adapter = Adapter(found.adapter, allow_nonfinite=allow_nonfinite) if found.adapter else None
     if adapter:
         adapter.check(model)
 

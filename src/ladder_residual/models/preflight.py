@@ -11,7 +11,7 @@ from typing import Any
 
 from ..common.suggest import did_you_mean
 from ..core.config import CONFIG_KEY, Wiring
-from .adapter import AdapterSource, is_adapter
+from .adapter import ADAPTER_CONFIG, AdapterSource, is_adapter
 from .checkpoint_reader import HEADS, Checkpoint, resolve
 from .families import Family, check_wiring, family_of
 from .presets import ModelShape
@@ -101,6 +101,11 @@ def check_source(
     if is_adapter(directory):
         adapter = AdapterSource(directory)
         directory = adapter.base()
+    if (directory / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{directory} holds {ADAPTER_CONFIG} beside config.json, and transformers would add that adapter: remove the one that is "
+            f"not meant"
+        )
     checkpoint = open_checkpoint(directory, copies=copies, allow_nonfinite=allow_nonfinite)
     file = checkpoint.directory / "config.json"
     family = family_of(checkpoint.config)
@@ -110,6 +115,8 @@ def check_source(
         raise ValueError(f"{file}: num_hidden_layers is {layers!r:.40}, expected a whole number")
     chosen = stored = Wiring.from_config(fields, layers)
     checkpoint.check_layers(layers)
+    if adapter is not None:  # names that the files do not have are the built model's to refuse
+        adapter.check_shapes({name: checkpoint.shape(name) for name in adapter.shapes if name in checkpoint})
     if wiring is not None:
         chosen = Wiring.parse(wiring, layers)
         stored.check_same_weights(chosen)
