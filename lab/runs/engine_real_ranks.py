@@ -31,6 +31,11 @@ PARTS: dict[str, tuple[str, str, int | None]] = {
         f"decode --model llama-3.1-8b --tp 2 --batch 16 --wirings standard,ladder,parallel {DECODE}",
         None,
     ),
+    "8b-tp2-fp8": (
+        "engine",
+        f"decode --model llama-3.1-8b --tp 2 --batch 1,16 --weights fp8 --wirings standard,ladder {DECODE}",
+        None,
+    ),
     "8b-tp4": ("engine", f"decode --model llama-3.1-8b --tp 4 --wirings {EVERY} --reducers symm {DECODE}", None),
     "8b-tp4-all-sms": (
         "engine",

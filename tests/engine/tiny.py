@@ -12,6 +12,7 @@ from ladder_residual.engine.cuda.streams import RecordingStreams
 from ladder_residual.engine.executor import Executor
 from ladder_residual.engine.ops.prefill import PrefillOps
 from ladder_residual.engine.ops.tiles import GemvTiles, Tile
+from ladder_residual.engine.quantized import rounded
 from ladder_residual.engine.reducers import NoReducer
 from ladder_residual.engine.schedule import plan_steps
 from ladder_residual.engine.spec import EngineSpec, RankSizes
@@ -55,9 +56,11 @@ def random_tokens(shape: ModelShape, *size: int, seed: int = 3) -> torch.Tensor:
     return torch.randint(0, shape.vocab_size, size, generator=torch.Generator().manual_seed(seed))
 
 
-def decode_error(shape, wiring, make_ops, *, batch=1, prompt=3, schedule="serial", tp=1, rank=0) -> float:
-    """Prefill with the plain ops, then two decode steps with the ops under test: the largest relative error of the logits."""
+def decode_error(shape, wiring, make_ops, *, batch=1, prompt=3, schedule="serial", tp=1, rank=0, quantise=None) -> float:
+    """Prefill with the plain ops, then two decode steps with the ops under test: the largest relative error of the logits. ``quantise``:
+    arguments of ``rounded``."""
     spec, sizes, weights = tiny_rank(shape, tp, rank)
+    weights = weights.with_projections(lambda weight: rounded(weight, *quantise)) if quantise else weights
     wired = Wiring.parse(wiring, shape.num_layers)
     cache = KVCache(spec, sizes, batch, 64, torch.float32, CPU)
     # tokens of other ranks have no part in this one

@@ -42,6 +42,7 @@ def bench_decode(
     gemm_backend: str = "auto",
     repeats: int = 40,
     layers: int | None = None,
+    weights: str = "bf16",
     rank: RandomRank | None = None,
 ) -> dict[str, Any]:
     """Time of one decode step at ``context`` for every (batch, link, wiring); the no-communication bound comes with each batch."""
@@ -52,7 +53,7 @@ def bench_decode(
     max_context = max_context or max(2 * context, 2048)
     links = links_of(links, tp)
     check_cases(rank or model, tp, layers, batches, wirings, links, max_context, schedule, gemm_backend)
-    rank = rank or RandomRank(*resolve_model(model), tp, layers=layers)
+    rank = rank or RandomRank(*resolve_model(model), tp, layers=layers, weights=weights)
     bandwidth = read_bandwidth()
     rows: list[dict[str, Any]] = []
     for batch in batches:
@@ -93,7 +94,7 @@ def bench_decode(
         "layers": rank.sizes.layers,
         "context": context,
         "dtype": "bfloat16",
-        "weights": "random",
+        "weights": rank.weights_name,
         "gigabytes_per_step_batch_1": round(rank.bytes_per_step(1, context) / 1e9, 3),
         "read_bandwidth_tb_s": round(bandwidth / 1e12, 3),
         "rows": rows,

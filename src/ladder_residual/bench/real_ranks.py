@@ -47,6 +47,7 @@ def bench_ranks(
     new: int = 0,
     schedule: str = "auto",
     gemm_backend: str = "auto",
+    weights: str = "bf16",
 ) -> dict[str, Any]:
     """``phase``: decode (steps at ``context``), prefill (a ``prompt``) or e2e (``prompt`` and ``new`` tokens)."""
     if world.size < 2:
@@ -58,7 +59,7 @@ def bench_ranks(
     check_cases(model, world.size, layers, batches, wirings, ("none",), max_context, schedule, gemm_backend)
     everyone = list(range(world.size))
     groups = (dist.new_group(everyone), dist.new_group(everyone))
-    rank = RandomRank(*resolve_model(model), world.size, layers=layers, rank=world.rank, groups=groups)
+    rank = RandomRank(*resolve_model(model), world.size, layers=layers, rank=world.rank, groups=groups, weights=weights)
     bandwidth = _bandwidth(world)
     names = list(dict.fromkeys(["standard", BOUND, *wirings]))
     rows: list[dict[str, Any]] = []
@@ -109,7 +110,7 @@ def bench_ranks(
         "layers": rank.sizes.layers,
         **sizes,
         "dtype": "bfloat16",
-        "weights": "random",
+        "weights": rank.weights_name,
         **sharing(world.ranks_per_gpu),
         "read_bandwidth_tb_s": round(bandwidth / 1e12, 3),
         "rows": rows,

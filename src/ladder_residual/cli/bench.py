@@ -14,6 +14,7 @@ from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks
+from ..engine import RANDOM_WEIGHTS
 from ..links import parse_link
 from ..models.preflight import check_model
 from .options import (
@@ -103,6 +104,9 @@ def bench_decode(
     gemm_backend: Annotated[
         str, typer.Option(help="GEMMs of batches 2 to 16 in the CUDA engine: cublas, triton or auto (the faster, measured).")
     ] = "auto",
+    weights: Annotated[
+        str, typer.Option(help="Random weights of the layers in the CUDA engine.", **one_of(*RANDOM_WEIGHTS))
+    ] = "bf16",
     ranks: WhichRanks = "auto",
     reducers: Reducers = "symm,nccl",
     share_gpu: ShareGpu = False,
@@ -113,9 +117,9 @@ def bench_decode(
     """Decode steps. On GPUs: the CUDA engine on real ranks, or rank 0 of TP alone (emulated). On CPUs: real ranks."""
     context = context or prompt + new // 2
     at_least_one(context=context)
-    engine = {"context": context, "schedule": schedule, "gemm_backend": gemm_backend}
-    if (schedule, gemm_backend) != ("auto", "auto") and not _on_gpu(device):
-        raise ValueError("--schedule and --gemm-backend are the CUDA engine's: ranks on CPUs have neither")
+    engine = {"context": context, "schedule": schedule, "gemm_backend": gemm_backend, "weights": weights}
+    if (schedule, gemm_backend, weights) != ("auto", "auto", "bf16") and not _on_gpu(device):
+        raise ValueError("--schedule, --gemm-backend and --weights are the CUDA engine's: ranks on CPUs have none of them")
     _measure(
         "decode", on_gpu=engine, on_cpu={"prompt": context}, model=model, layers=layers, wirings=wirings, repeats=repeats,
         tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,

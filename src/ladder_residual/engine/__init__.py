@@ -16,9 +16,9 @@ One decode step, ``DecodeEngine.decode(tokens)``:
 6. ``reducers.py`` all-reduces a partial: by NCCL, by symmetric memory, or, for an emulated rank, by a copy that takes as long as a link
    says. ``reducer_choice.py`` times the first two and takes the faster.
 
-``spec.py`` and ``weights.py`` describe the model and a rank's share of it, ``cache.py`` is the static KV cache, and ``cuda/`` has what
-torch and Triton do not offer: launch attributes, edges of captured graphs, the SM limit of cuBLAS. Importing this package needs neither
-CUDA nor Triton.
+``spec.py`` and ``weights.py`` describe the model and a rank's share of it, ``quantized.py`` a quantised weight, ``cache.py`` is the
+static KV cache, and ``cuda/`` has what torch and Triton do not offer: launch attributes, edges of captured graphs, the SM limit of
+cuBLAS. Importing this package needs neither CUDA nor Triton.
 """
 
 from __future__ import annotations
@@ -35,6 +35,11 @@ _WHERE = {
     "stack_weights": "weights",
 }
 __all__ = sorted(_WHERE)
+# Of a rank with random weights: the format of the layers' projections and the columns of a group. fp8 has a scale per row, or one per
+# 128 columns, which is how the kernels read blocks of 128 x 128.
+RANDOM_WEIGHTS: dict[str, tuple[str, int | None] | None] = {
+    "bf16": None, "fp8": ("fp8", None), "fp8-block": ("fp8", 128), "int4": ("int4", 128),
+}  # fmt: skip
 REAL_REDUCERS = ("auto", "nccl", "symm")  # which reduce over ranks; an emulated rank has a link instead
 
 

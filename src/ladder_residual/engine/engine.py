@@ -240,11 +240,16 @@ class DecodeEngine:
         if self.batch == 1:
             if self._tiles:
                 return [self._tiles]
+            if self.weights.format:
+                return [*GemvTiles.quantized(self.sizes, self.max_context, self.weights.format)]
             shared_memory = max_shared_memory(self.device)
             return [*GemvTiles.candidates(self.sizes, self.max_context, self._dtype.itemsize, shared_memory)]
         if gemm_backend == "cublas" or self.batch not in BATCHES or self._dtype == EXACT_DTYPE:
             return [None]
-        return [*([None] if gemm_backend == "auto" else []), *SmallBatchTiles.candidates(self.sizes)]
+        cublas = (
+            gemm_backend == "auto" and not self.weights.format
+        )  # quantised weights would be dequantised for it, in each step
+        return [*([None] if cublas else []), *SmallBatchTiles.candidates(self.sizes)]
 
     def _is_for(self, tiles: Tiles, schedule: str) -> bool:
         return self._tiles is not None or not isinstance(tiles, GemvTiles) or schedule in tiles.schedules

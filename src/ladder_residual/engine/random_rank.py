@@ -11,7 +11,9 @@ from ..common.memory import require
 from ..core.config import Wiring
 from ..links import Link
 from ..models.presets import ModelShape
+from . import RANDOM_WEIGHTS
 from .engine import DecodeEngine
+from .quantized import rounded
 from .spec import EngineSpec, RankSizes
 from .weights import RankWeights, random_weights, stack_weights
 
@@ -31,9 +33,12 @@ class RandomRank:
         layers: int | None = None,
         rank: int = 0,
         groups: tuple[Any, Any] | None = None,
+        weights: str = "bf16",
     ) -> None:
+        """``weights``: a name in ``RANDOM_WEIGHTS``; the projections of the layers are rounded to it."""
         shape = shape if layers is None else replace(shape, num_layers=layers)
         self.name, self.tp, self.groups = name, tp, groups
+        self.weights_name = "random" if weights == "bf16" else f"random, {weights}"
         self.spec = EngineSpec.from_shape(shape)
         self.sizes = RankSizes.of(shape, tp, rank)
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -41,6 +46,8 @@ class RandomRank:
         require(need, self.device, f"a rank of {name} at tp={tp}", "raise tp or use fewer layers")
         made = random_weights(self.spec, tp, rank, DTYPE, self.device)
         self.weights: RankWeights = stack_weights(self.spec, self.sizes, made, release=True)
+        if rounding := RANDOM_WEIGHTS[weights]:
+            self.weights = self.weights.with_projections(lambda weight: rounded(weight, *rounding))
 
     def engine(self, wiring: str, link: Link | None = None, *, reducer: str | None = None, **options: Any) -> DecodeEngine:
         """``options`` are ``DecodeEngine``'s. With a ``link`` every all-reduce is emulated and lasts as long as it says; otherwise
@@ -52,4 +59,4 @@ class RandomRank:
 
     def bytes_per_step(self, batch: int, context: int) -> int:
         """What one step must read: the weights once, and every sequence's keys and values."""
-        return self.sizes.weight_bytes(DTYPE.itemsize) + self.sizes.cache_bytes(DTYPE.itemsize, batch, context)
+        return self.weights.nbytes_per_step + self.sizes.cache_bytes(DTYPE.itemsize, batch, context)

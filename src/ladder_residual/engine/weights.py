@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .quantized import QuantizedWeight, Weight, stacked
 from .spec import EngineSpec, RankSizes
+
+PROJECTIONS = ("qkv", "output", "gate_up", "down")  # of a layer: what is quantised
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     input_norm: Tensor  # (hidden)
     post_attention_norm: Tensor  # (hidden)
-    qkv: Tensor  # (heads + 2 * kv_heads) * head_dim x hidden
-    output: Tensor  # hidden x heads * head_dim
-    gate_up: Tensor  # 2 * intermediate x hidden
-    down: Tensor  # hidden x intermediate
+    qkv: Weight  # (heads + 2 * kv_heads) * head_dim x hidden
+    output: Weight  # hidden x heads * head_dim
+    gate_up: Weight  # 2 * intermediate x hidden
+    down: Weight  # hidden x intermediate
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None  # (head_dim)
     k_norm: Tensor | None = None
@@ -30,7 +34,7 @@ class RankWeights:
     embedding: Tensor  # vocab_rows x hidden
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Tensor  # vocab_rows x hidden
+    head: Weight  # vocab_rows x hidden
 
     @property
     def dtype(self) -> torch.dtype:
@@ -39,6 +43,23 @@ class RankWeights:
     @property
     def device(self) -> torch.device:
         return self.embedding.device
+
+    @property
+    def format(self) -> str | None:
+        """Of quantised layers."""
+        found = (getattr(layer, name) for layer in self.layers for name in PROJECTIONS)
+        return next((weight.format for weight in found if isinstance(weight, QuantizedWeight)), None)
+
+    @property
+    def nbytes_per_step(self) -> int:
+        """What a decode step reads of them."""
+        held = [tensor for layer in self.layers for tensor in vars(layer).values() if tensor is not None]
+        return sum(tensor.nbytes for tensor in (*held, self.final_norm, self.head))
+
+    def with_projections(self, made: Callable[[Any], Weight]) -> RankWeights:
+        """With other weights in the place of the layers' projections, made one by one."""
+        layers = (replace(one, **{name: made(getattr(one, name)) for name in PROJECTIONS}) for one in self.layers)
+        return replace(self, layers=tuple(layers))
 
 
 def stack_weights(
@@ -75,10 +96,10 @@ def stack_weights(
             LayerWeights(
                 input_norm=take(at + "input_layernorm.weight", h),
                 post_attention_norm=take(at + "post_attention_layernorm.weight", h),
-                qkv=torch.cat(qkv),
-                output=take(attn + "o_proj.weight", h, q).contiguous(),
-                gate_up=torch.cat([take(mlp + "gate_proj.weight", ff, h), take(mlp + "up_proj.weight", ff, h)]),
-                down=take(mlp + "down_proj.weight", h, ff).contiguous(),
+                qkv=stacked(qkv),
+                output=stacked([take(attn + "o_proj.weight", h, q)]),
+                gate_up=stacked([take(mlp + f"{name}_proj.weight", ff, h) for name in ("gate", "up")]),
+                down=stacked([take(mlp + "down_proj.weight", h, ff)]),
                 qkv_bias=torch.cat(bias) if bias else None,
                 q_norm=take(attn + "q_norm.weight", d) if spec.head_norm else None,
                 k_norm=take(attn + "k_norm.weight", d) if spec.head_norm else None,

@@ -20,11 +20,13 @@ from ladder_residual.engine.cuda.pdl import PdlMode
 from ladder_residual.engine.cuda.streams import RecordingStreams
 from ladder_residual.engine.executor import Executor
 from ladder_residual.engine.kernels import elementwise, prefill
+from ladder_residual.engine.kernels.quantized import dequantize
 from ladder_residual.engine.ops import gemv as gemv_ops
 from ladder_residual.engine.ops.gemm import GemmOps
 from ladder_residual.engine.ops.gemv import GemvOps
 from ladder_residual.engine.ops.small_batch import SmallBatchOps
 from ladder_residual.engine.ops.tiles import GemvTiles, SmallBatchTiles
+from ladder_residual.engine.quantized import FORMATS, QuantizedWeight
 from ladder_residual.engine.reducers import EmulatedReducer, NoReducer
 from ladder_residual.engine.schedule import plan_steps
 from ladder_residual.engine.spec import EngineSpec, RankSizes
@@ -57,6 +59,8 @@ class Compiling(Launcher):
 
 def compile_kernel(kernel, args, num_warps, constants, max_registers=None):
     names = [name for name in kernel.arg_names if name not in constants]
+    constants = constants | {name: None for name, value in zip(names, args, strict=True) if value is None}
+    args, names = [value for value in args if value is not None], [name for name in names if name not in constants]
     signature = dict.fromkeys(kernel.arg_names, "constexpr") | dict(zip(names, map(kind_of, args), strict=True))
     key = (kernel.__name__, num_warps, max_registers, str(sorted(constants.items())), str(signature))
     if key in seen:
@@ -85,6 +89,8 @@ def compile_kernel(kernel, args, num_warps, constants, max_registers=None):
         if "persistent" in kernel.__name__
         else 0,
         "tensor_cores": "mma" in ptx,
+        "spills": "STL" in made.asm["sass"],
+        "wide_reads_of_words": "LDG.E.EF.128" in made.asm["sass"],
         "copies_ahead": "cp.async" in ptx,
         "copies_before_the_wait": made.asm["ttgir"].partition("griddepcontrol.wait")[0].count("ttg.async_copy_global_to_local"),
     }
@@ -113,6 +119,29 @@ def compile_step(wiring, batch, ops_of, schedule, reducer=None):
     executor.run(torch.zeros(batch, dtype=torch.int64), logits)
 
 
+def quantized(weight, format, group, zero_points):
+    """Of the weight's shape; its numbers do not matter."""
+    (rows, columns), numbers = weight.shape, FORMATS[format].numbers
+    scales = torch.empty(rows, columns // (group or columns), dtype=torch.bfloat16)
+    words = torch.empty(rows, columns // numbers, dtype=torch.int32)
+    return QuantizedWeight(format, words, scales, scales if zero_points else None, group or columns)
+
+
+def compile_quantized(format, group, zero_points):
+    """One token and several."""
+    global weights
+    plain = weights
+    weights = plain.with_projections(lambda weight: quantized(weight, format, group, zero_points))
+    for tiles in GemvTiles.quantized(sizes, 2048, format)[:2]:
+        compile_step("ladder", 1, partial(GemvOps, tiles=tiles), "serial")
+    for tiles in SmallBatchTiles.candidates(sizes):
+        compile_step("ladder", 16, partial(SmallBatchOps, tiles=tiles), "serial")
+    weight = weights.layers[0].down
+    arguments = (weight.words, weight.scales, weight.zeros, plain.layers[0].down)
+    compile_kernel(dequantize, arguments, 4, {"K": weight.shape[1], "BLOCK_K": 4096, **weight.constants})
+    weights = plain
+
+
 class CompilingReducer(EmulatedReducer):
     """An emulated all-reduce is a kernel too."""
 
@@ -138,6 +167,8 @@ if __name__ == "__main__":
         compile_step("ladder", 4, ops, "two_stream")
     compile_step("desync-3x", 16, small_batch[0], "serial")
     compile_step("parallel", 4, small_batch[0], "serial")
+    for format, group, zero_points in (("fp8", None, False), ("fp8", 128, False), ("int4", 128, False), ("int4", 32, True)):
+        compile_quantized(format, group, zero_points)
     compile_kernel(elementwise.advance_positions, (torch.zeros(4, dtype=torch.int32), 4), 1, {"BLOCK": 4})
     qkv, norm = torch.empty(8, sizes.qkv_width, dtype=torch.bfloat16), torch.empty(sizes.head_dim, dtype=torch.bfloat16)
     cache = KVCache(spec, sizes, 2, 64, torch.bfloat16, "cpu")

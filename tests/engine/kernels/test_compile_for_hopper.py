@@ -27,7 +27,7 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     compiled = [json.loads(line) for line in done.stdout.splitlines()]
     assert {made["kernel"] for made in compiled} >= {
-        "norm_gemv", "persistent_norm_gemv", "persistent_norm_gemv_smem", "gemv", "small_batch_gemm", "decode_attention",
+        "norm_gemv", "dequantize", "persistent_norm_gemv", "persistent_norm_gemv_smem", "gemv", "small_batch_gemm", "decode_attention",
         "rotate_and_store", "add_rms_norm", "silu_and_mul", "timed_copy",
     }  # fmt: skip
     for made in compiled:
@@ -46,6 +46,10 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
             loads = constants["ROWS"] * constants["WIDTH"] // (8 * 32 * made["num_warps"])  # eight weights each
             assert made["loads_before_multiplying"] >= blocks * loads, made
         assert made["l2_prefetches"] == (constants.get("L2_PREFETCH", 0) > 0 and pdl == PdlMode.WAIT_BEFORE_NEWEST), made
+        if constants.get("FORMAT"):
+            assert made["wide_reads_of_words"], made
+            assert not made["spills"], made
+    assert {made["constants"].get("FORMAT") for made in compiled} == {None, 0, 1, 2}
     assert any(made["l2_prefetches"] for made in compiled)
     persistent = [made["constants"] for made in compiled if made["kernel"] == "persistent_norm_gemv"]
     early = (PdlMode.WAIT_AFTER_COMPUTE, PdlMode.WAIT_BEFORE_NEWEST)

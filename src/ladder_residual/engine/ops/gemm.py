@@ -10,6 +10,7 @@ from torch import Tensor
 from ..cache import KVCache
 from ..cuda.launcher import Launcher
 from ..cuda.pdl import PdlMode
+from ..quantized import Weight, dense
 from ..residual_stream import ResidualStream
 from ..schedule import Step
 from ..spec import EngineSpec, RankSizes
@@ -128,16 +129,16 @@ class GemmOps:
         add_rms_norm(self.launchers[step.chain], step, stream, added, norm, out, self.spec.norm_eps)
         return out
 
-    def _project(self, launch: Launcher, x: Tensor, weight: Tensor, out: Tensor) -> None:
-        torch.mm(x, weight.T, out=out)
+    def _project(self, launch: Launcher, x: Tensor, weight: Weight, out: Tensor) -> None:
+        torch.mm(x, dense(weight, x.dtype).T, out=out)
         launch.dependent = False  # cuBLAS does not trigger early: what follows is an ordinary launch
 
-    def _gated(self, launch: Launcher, x: Tensor, gate_up: Tensor, out: Tensor) -> None:
+    def _gated(self, launch: Launcher, x: Tensor, gate_up: Weight, out: Tensor) -> None:
         self._project(launch, x, gate_up, self._gate_up)
         silu_and_mul(launch, self._gate_up, out)
 
     def _write_partial(
-        self, step: Step, launch: Launcher, stream: ResidualStream, x: Tensor, weight: Tensor, partial: Tensor,
+        self, step: Step, launch: Launcher, stream: ResidualStream, x: Tensor, weight: Weight, partial: Tensor,
         attention_partial: Tensor | None,
     ) -> None:  # fmt: skip
         self._project(launch, x, weight, partial)

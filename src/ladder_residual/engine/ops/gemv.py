@@ -12,6 +12,7 @@ from ..cache import KVCache
 from ..cuda.device import is_hopper, sm_count
 from ..cuda.launcher import Launcher
 from ..cuda.pdl import PdlMode
+from ..quantized import Weight
 from ..residual_stream import ResidualStream
 from ..schedule import Step
 from ..spec import EngineSpec, RankSizes
@@ -96,8 +97,8 @@ class GemvOps:
         self._norm_gemv(step, stream, added, self.weights.final_norm, self.weights.head, logits, self.tiles.head)
 
     def _norm_gemv(
-        self, step: Step, stream: ResidualStream, added: Sequence[Tensor], norm: Tensor, weight: Tensor, out: Tensor, tile: Tile,
-        *, split_k: int = 1, gated: bool = False, l2_weight: Tensor | None = None,
+        self, step: Step, stream: ResidualStream, added: Sequence[Tensor], norm: Tensor, weight: Weight, out: Tensor, tile: Tile,
+        *, split_k: int = 1, gated: bool = False, l2_weight: Weight | None = None,
     ) -> None:  # fmt: skip
         """``l2_weight``: weights of a later kernel that a persistent one may prefetch into L2 while it waits."""
         old, new = stream.advance(stores=step.stores_stream)
@@ -110,10 +111,10 @@ class GemvOps:
         )  # fmt: skip
         launch = self.launchers[step.chain]
         if not tile.programs_per_sm:
-            view, pack = tile.weight_view(weight)
+            (view, *scaling), constants = tile.weight_view(weight)
             launch(
-                self._gemv.norm_gemv, (blocks, split_k), *inputs, view, out, self._squares, self.spec.norm_eps, rows,
-                PACK=pack, BLOCK_K=tile.block_k, SPLIT_K=split_k, PREFETCH=tile.num_stages, **shared,
+                self._gemv.norm_gemv, (blocks, split_k), *inputs, view, out, self._squares, *scaling, self.spec.norm_eps, rows,
+                **constants, BLOCK_K=tile.block_k, SPLIT_K=split_k, PREFETCH=tile.num_stages, **shared,
             )  # fmt: skip
             return
         programs = persistent_programs(blocks, tile.programs_per_sm * self._sm_count)
@@ -137,15 +138,15 @@ class GemvOps:
         )  # fmt: skip
 
     def _project(
-        self, step: Step, launch: Launcher, stream: ResidualStream, x: Tensor, weight: Tensor, partial: Tensor, tile: Tile,
+        self, step: Step, launch: Launcher, stream: ResidualStream, x: Tensor, weight: Weight, partial: Tensor, tile: Tile,
         attention_partial: Tensor | None,
     ) -> None:  # fmt: skip
         n, k = weight.shape
-        view, pack = tile.weight_view(weight)
+        (view, *scaling), constants = tile.weight_view(weight)
         launch(
             self._gemv.gemv, (ceil_div(n, tile.rows),), x, view, stream.current,
-            partial if attention_partial is None else attention_partial, partial, 1.0 / self.sizes.tp, n,
-            K=k, PACK=pack, ROWS=tile.rows, BLOCK_K=tile.block_k, ADD_STREAM=step.partial_adds_stream,
+            partial if attention_partial is None else attention_partial, partial, *scaling, 1.0 / self.sizes.tp, n,
+            K=k, **constants, ROWS=tile.rows, BLOCK_K=tile.block_k, ADD_STREAM=step.partial_adds_stream,
             ADD_PARTIAL=attention_partial is not None, PREFETCH=tile.num_stages, num_warps=tile.num_warps,
             max_registers=tile.max_registers,
         )  # fmt: skip

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..cache import KVCache
 from ..cuda.launcher import Launcher
 from ..cuda.pdl import PdlMode
+from ..quantized import Weight, dense
 from ..residual_stream import ResidualStream
 from ..rope import rotate
 from ..schedule import Step
@@ -44,7 +45,7 @@ class PrefillOps:
 
     def qkv(self, step: Step, stream: ResidualStream, added: Sequence[Tensor]) -> None:
         w = self.weights.layers[step.layer]
-        self._made["qkv"] = F.linear(self._add_norm(step, stream, added, w.input_norm), w.qkv)
+        self._made["qkv"] = F.linear(self._add_norm(step, stream, added, w.input_norm), self._dense(w.qkv))
 
     def attend(self, step: Step, launch: Launcher) -> None:
         keys, values = self.cache.keys[step.layer], self.cache.values[step.layer]
@@ -59,7 +60,7 @@ class PrefillOps:
     def gate_up(self, step: Step, stream: ResidualStream, added: Sequence[Tensor]) -> None:
         w = self.weights.layers[step.layer]
         normed = self._add_norm(step, stream, added, w.input_norm if step.uses_input_norm else w.post_attention_norm)
-        self._made["act"] = self._gated(F.linear(normed, w.gate_up))
+        self._made["act"] = self._gated(F.linear(normed, self._dense(w.gate_up)))
 
     def down(self, step: Step, stream: ResidualStream, partial: Tensor, attention_partial: Tensor | None) -> None:
         self._write_partial(
@@ -69,7 +70,10 @@ class PrefillOps:
     def head(self, step: Step, stream: ResidualStream, added: Sequence[Tensor], logits: Tensor) -> None:
         normed = self._add_norm(step, stream, added, self.weights.final_norm)
         rows = normed if self.last is None else normed[self.last]
-        torch.mm(rows, self.weights.head.T, out=logits)
+        torch.mm(rows, self._dense(self.weights.head).T, out=logits)
+
+    def _dense(self, weight: Weight) -> Tensor:
+        return weight if isinstance(weight, Tensor) else weight.float().to(self.weights.dtype)
 
     def _rotate_and_store(self, qkv: Tensor, w: LayerWeights, keys: Tensor, values: Tensor) -> Tensor:
         """Queries (B, heads, S, D), rotated; the keys and values go into the cache."""
@@ -106,9 +110,9 @@ class PrefillOps:
         return F.rms_norm(x, (x.shape[-1],), weight.float(), self.spec.norm_eps)
 
     def _write_partial(
-        self, step: Step, stream: ResidualStream, x: Tensor, weight: Tensor, partial: Tensor, attention_partial: Tensor | None
+        self, step: Step, stream: ResidualStream, x: Tensor, weight: Weight, partial: Tensor, attention_partial: Tensor | None
     ) -> None:  # fmt: skip
-        torch.mm(x, weight.T, out=partial)
+        torch.mm(x, self._dense(weight).T, out=partial)
         add_to_partial(step, stream, partial, attention_partial, self.sizes.tp)
 
 
@@ -118,6 +122,9 @@ class FusedPrefillOps(PrefillOps):
 
         super().__init__(spec, sizes, weights, cache, length)
         self._kernels, self._launch = prefill, Launcher(PdlMode.OFF)
+
+    def _dense(self, weight: Weight) -> Tensor:
+        return dense(weight, self.weights.dtype)
 
     def _rotate_and_store(self, qkv: Tensor, w: LayerWeights, keys: Tensor, values: Tensor) -> Tensor:
         s, cache = self.sizes, self.cache

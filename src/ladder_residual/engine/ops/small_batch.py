@@ -9,6 +9,7 @@ from torch import Tensor
 from ..cache import KVCache
 from ..cuda.launcher import Launcher
 from ..cuda.pdl import PdlMode
+from ..quantized import Weight
 from ..residual_stream import ResidualStream
 from ..schedule import Step
 from ..spec import EngineSpec, RankSizes
@@ -38,30 +39,34 @@ class SmallBatchOps(GemmOps):
             self._qkv = torch.empty(self.split_k, cache.batch, sizes.qkv_width, dtype=torch.float32, device=weights.device)
         del self._gate_up  # gate and up never leave their kernel
 
-    def _project(self, launch: Launcher, x: Tensor, weight: Tensor, out: Tensor) -> None:
+    def _project(self, launch: Launcher, x: Tensor, weight: Weight, out: Tensor) -> None:
         self._launch(launch, x, weight, out)
 
-    def _gated(self, launch: Launcher, x: Tensor, gate_up: Tensor, out: Tensor) -> None:
+    def _gated(self, launch: Launcher, x: Tensor, gate_up: Weight, out: Tensor) -> None:
         self._launch(launch, x, gate_up, out, gated=True)
 
     def _write_partial(
-        self, step: Step, launch: Launcher, stream: ResidualStream, x: Tensor, weight: Tensor, partial: Tensor,
+        self, step: Step, launch: Launcher, stream: ResidualStream, x: Tensor, weight: Weight, partial: Tensor,
         attention_partial: Tensor | None,
     ) -> None:  # fmt: skip
         add_stream = stream.current if step.partial_adds_stream else None
         self._launch(launch, x, weight, partial, add_stream=add_stream, add_partial=attention_partial)
 
     def _launch(
-        self, launch: Launcher, x: Tensor, weight: Tensor, out: Tensor, *, gated: bool = False,
+        self, launch: Launcher, x: Tensor, weight: Weight, out: Tensor, *, gated: bool = False,
         add_stream: Tensor | None = None, add_partial: Tensor | None = None,
     ) -> None:  # fmt: skip
         n = out.shape[-1]
         tile, split_k = self.tiles.tile(n, gated=gated), out.shape[0] if out.dim() == 3 else 1
+        (view, *scaling), constants = tile.weight_view(weight)
+        block_k = (
+            tile.block_k if gated or isinstance(weight, Tensor) else 2 * tile.block_k
+        )  # smaller weights: as many bytes in flight
         launch(
             self._kernels.small_batch_gemm, (ceil_div(n, tile.rows), split_k),
-            x, weight, out if add_stream is None else add_stream, out if add_partial is None else add_partial, out,
+            x, view, out if add_stream is None else add_stream, out if add_partial is None else add_partial, out, *scaling,
             1.0 / self.sizes.tp, self.cache.batch, n,
-            K=weight.shape[1], ROWS=tile.rows, BLOCK_K=tile.block_k, COLUMNS=self._kernels.MIN_COLUMNS, SPLIT_K=split_k,
+            K=weight.shape[1], ROWS=tile.rows, BLOCK_K=block_k, COLUMNS=self._kernels.MIN_COLUMNS, SPLIT_K=split_k,
             NUM_STAGES=tile.num_stages, GATED=gated, ADD_STREAM=add_stream is not None, ADD_PARTIAL=add_partial is not None,
-            num_warps=tile.num_warps,
+            **constants, num_warps=tile.num_warps,
         )  # fmt: skip

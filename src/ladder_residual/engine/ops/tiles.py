@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..quantized import FORMATS, QuantizedWeight, Weight
 from ..spec import RankSizes
 
 REDUCTION_BYTES = 4096  # of shared memory beside the tiles, more than a reduction over a program's threads takes
@@ -45,9 +46,15 @@ class Tile:
     )
     trigger_after: float = 0  # persistent, interleaved: the share of a program's blocks after which it triggers the next kernel
 
-    def weight_view(self, weight: Tensor) -> tuple[Tensor, int]:
-        """The weight as a kernel that is not persistent reads it, and how many weights are one element."""
-        return (packed(weight), 2) if self.packed and weight.shape[-1] % 2 == 0 else (weight, 1)
+    def weight_view(self, weight: Weight) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], dict[str, int]]:
+        """What a kernel that is not persistent reads (weights, scales, zero points), and the constants that tell it what they are."""
+        if isinstance(weight, QuantizedWeight):
+            return (weight.words, weight.scales, weight.zeros), weight.constants
+        pack = 2 if self.packed and weight.shape[-1] % 2 == 0 else 1
+        return (packed(weight) if pack == 2 else weight, None, None), {"PACK": pack, "GROUP": 0, "FORMAT": 0}
+
+    def with_packed_weights(self) -> Tile:
+        return replace(self, packed=not self.programs_per_sm)
 
     def l2_prefetch(self, programs: int, pairs: Tensor) -> int:
         """How many packed pairs each program prefetches: whole 16 bytes, no more than there are."""
@@ -134,11 +141,32 @@ class GemvTiles:
             *(replace(tiles, schedules=("interleaved",)) for tiles in (interleaved, fewer, made[0])),
         ]
 
+    @classmethod
+    def quantized(cls, sizes: RankSizes, max_context: int, format: str) -> list[GemvTiles]:
+        """Sets for quantised weights, not tuned on a GPU yet: fewer rows where the input takes registers too, more where it is small."""
+        split_k = 2 if sizes.hidden % 2048 == 0 and sizes.qkv_width * sizes.hidden <= 1 << 24 else 1
+        splits = pick_kv_splits(sizes, max_context, 1)
+        qkv, inner, hidden, ff = sizes.hidden // split_k, sizes.heads * sizes.head_dim, sizes.hidden, sizes.intermediate
+        numbers = FORMATS[format].numbers
+
+        def tile(rows: int, warps: int, columns: int) -> Tile:
+            return _tile(rows, warps, 1, columns, 128 * numbers)
+
+        few, many = (4, 8) if format == "fp8" else (4, 4)
+        head = _tile(8, 4, 1, hidden).with_packed_weights()
+        return [
+            cls(
+                tile(few, warps, qkv), tile(few, warps, inner), tile(rows, warps, hidden), tile(rows, warps, ff), head, split_k,
+                splits,
+            )
+            for rows, warps in ((many, 2), (many, 4), (few, 1), (few, 4))
+        ]  # fmt: skip
+
     def with_packed_weights(self) -> GemvTiles:
         """The same set with packed weights in every kernel that is not persistent."""
         names = ("qkv", "output", "gate_up", "down", "head")
         tiles = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: replace(tile, packed=not tile.programs_per_sm) for name, tile in tiles.items()})
+        return replace(self, **{name: tile.with_packed_weights() for name, tile in tiles.items()})
 
 
 def _persistent(rows: int, hidden: int) -> Tile:
@@ -149,11 +177,11 @@ def _persistent(rows: int, hidden: int) -> Tile:
     return Tile(rows, width, warps, programs_per_sm=16 // warps, max_registers=88 if rows > 2 else None)
 
 
-def _tile(rows: int, warps: int, stages: int, columns: int) -> Tile:
+def _tile(rows: int, warps: int, stages: int, columns: int, by_warp: int = 256) -> Tile:
     """256 columns a warp (``kernels/gemv.py`` says why), fewer warps where the matrix is narrower than that."""
-    while warps > 1 and 256 * warps > columns:
+    while warps > 1 and by_warp * warps > columns:
         warps //= 2
-    return Tile(rows, 256 * warps, warps, stages)
+    return Tile(rows, by_warp * warps, warps, stages)
 
 
 def pick_kv_splits(sizes: RankSizes, max_context: int, batch: int) -> int:
