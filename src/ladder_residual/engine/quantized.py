@@ -61,7 +61,7 @@ class QuantizedWeight:
             raise ValueError(
                 f"{what}: the CUDA engine reads {format} by {made.chunk} columns; use fewer ranks or --engine torch"
             )
-        by_word = values.view(rows, -1, made.numbers, WORDS).transpose(2, 3).contiguous()
+        by_word = values.reshape(rows, -1, made.numbers, WORDS).transpose(2, 3).contiguous()
         words = made.bytes_of(by_word).view(rows, -1).view(torch.int32)
         return cls(format, words, scales.contiguous(), None if zeros is None else zeros.to(scales.dtype).contiguous(), group)
 

@@ -63,7 +63,7 @@ class RankWeights:
 
 
 def stack_weights(
-    spec: EngineSpec, sizes: RankSizes, weights: MutableMapping[str, Tensor] | Mapping[str, Tensor], *, release: bool = False
+    spec: EngineSpec, sizes: RankSizes, weights: MutableMapping[str, Weight] | Mapping[str, Weight], *, release: bool = False
 ) -> RankWeights:
     """From a rank's slices under Hugging Face names. ``release`` removes each tensor from ``weights`` once it is stacked, so
     that a shard which fills the GPU is never held twice."""

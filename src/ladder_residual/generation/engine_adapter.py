@@ -16,11 +16,13 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..distributed.world import Rank, World
+from ..engine.quantized import QuantizedWeight, Weight
 from ..engine.spec import EngineSpec, RankSizes
 from ..engine.weights import check_shapes
 from ..links import Link
 from ..models.candidates import Candidates, ChoosesFromCandidates
 from ..models.hf_config import wiring_of
+from ..models.quantization.linear import QuantizedLinear
 
 
 class Engine(Protocol):
@@ -95,6 +97,18 @@ def right_padded(input_ids: Tensor, attention_mask: Tensor | None) -> tuple[Tens
     return packed, lengths.cpu()
 
 
+def take_weights(model: PreTrainedModel) -> dict[str, Weight]:
+    """By Hugging Face name; quantised ones are packed for the kernels, and taken from ``model`` one by one: no two lie there twice."""
+    weights: dict[str, Weight] = {name: parameter.data for name, parameter in model.named_parameters()}
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            spec, (values, scales, zeros, _) = module.layout.spec, module.layout.numbers(module.parts)
+            module.parts = {}
+            size = spec.columns_of_a_scale(values.shape[1])
+            weights[f"{path}.weight"] = QuantizedWeight.pack(spec.format, values, scales, zeros, size)
+    return weights
+
+
 def engine_model(
     model: Any,
     rank: Rank,
@@ -115,27 +129,29 @@ def engine_model(
         raise ValueError(f"the CUDA engine needs a GPU, this rank computes on {rank.device.type}")
     dtype, wiring = next(model.parameters()).dtype, wiring_of(model.config)
 
-    def checked() -> EngineSpec:
+    def checked() -> tuple[EngineSpec, dict[str, Weight]]:
         spec = EngineSpec.from_hf(model.config.to_dict(), max_context=max_context)
         check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=rank.size, rank=rank.rank)
         check_weights(dtype, next(model.parameters()).device, exact=exact)
         sizes = RankSizes.of(spec.shape, rank.size, rank.rank)
         require_memory(sizes, dtype, rank.device, batch=batch, max_context=max_context)
-        check_shapes(spec, sizes, {name: tuple(parameter.shape) for name, parameter in model.named_parameters()})
-        return spec
+        weights = take_weights(model)
+        check_shapes(spec, sizes, {name: tuple(weight.shape) for name, weight in weights.items()})
+        return spec, weights
 
     # Once the model is empty there is no fallback, and ranks that decide differently would wait for each other: what one of them
     # refuses (its memory may be fuller) all refuse here.
-    spec, problem = None, None
+    found, problem = None, None
     try:
-        spec = checked()
+        found = checked()
     except ValueError as error:
         problem = str(error)
     if isinstance(rank, World):
         problem = rank.first_problem(problem)
-    if problem is not None or spec is None:
+    if problem is not None or found is None:
         raise ValueError(problem)
-    weights: dict[str, Tensor] = {name: parameter.data for name, parameter in model.named_parameters()}
+    spec, weights = found
+    del found
     groups = None
     if rank.size > 1 and link is None:
         # Two communicators: all-reduces of attention and MLP must not queue behind each other.

@@ -74,6 +74,8 @@ class Session:
             uneven=asked.uneven,
             reducer=all_reduce,
             allow_nonfinite=asked.allow_nonfinite,
+            keep_quantised=asked.engine == "cuda",
+            keep_act_order=False,
         )
         self.model = with_engine(
             model,

@@ -37,7 +37,7 @@ from .parameters import check_parameters, read_parameter
 from .preflight import CheckedSource
 from .presets import ModelShape
 from .quantization.checkpoint import QuantizedCheckpoint
-from .quantization.linear import hold_quantised
+from .quantization.linear import QuantizedLinear, hold_quantised
 from .sharding import ROW_PARALLEL, RankHeads, ShardSpec, check_divides, rank_heads, shard_of, split
 
 MAX_BUFFER_ELEMENTS = 1 << 26  # far above any model's rotary tables
@@ -113,12 +113,14 @@ def load_model(
     attention: str | None = None,
     allow_nonfinite: bool = False,
     keep_quantised: bool = False,
+    keep_act_order: bool = True,
 ) -> PreTrainedModel:
     """The shards of ``rank`` (default: a single one) of the checkpoint at ``source`` (directory or hub id), for inference or training.
 
     ``wiring`` overrides the checkpoint's own; ``reducer`` (default: asynchronous) all-reduces; ``uneven`` allows ranks with
     unequal numbers of heads; ``allow_nonfinite`` loads weights with NaN or infinities, which are refused otherwise.
-    ``keep_quantised`` leaves quantised projections as they are stored, frozen, to train adapters on: one rank, without shards.
+    ``keep_quantised`` leaves quantised projections as they are stored, frozen, to train adapters on or for the CUDA engine, which
+    reads none in act-order: these are dequantised without ``keep_act_order``, all are if ``source`` is an adapter.
     """
     rank = rank or World()
     size = rank.size
@@ -130,6 +132,8 @@ def load_model(
     check_divides(shape, family, size, uneven)  # again, with sizes that config.json leaves to the family's defaults
     checkpoint.check_cuts(shape, size)
     target = getattr(torch, found.dtype) if dtype == "auto" else DTYPES[dtype]
+    shuffled = found.quantization is not None and found.quantization.act_order
+    keep_quantised = keep_quantised and (keep_act_order or not shuffled)
     keep_quantised = keep_quantised and found.adapter is None  # whose matrices are added to plain numbers
     if rank.rank == 0:
         warn_if_rank_dependent(found.wiring, size)
@@ -149,9 +153,11 @@ def load_model(
         model = AutoModelForCausalLM.from_config(config, dtype=target, **options)
     check_parameters(model, checkpoint)
     check_buffers(model)
+    check_weights_fit(model, rank, found.rank_bytes(shape, size, rank.rank, target.itemsize)[0] if keep_quantised else None)
     if keep_quantised and isinstance(checkpoint, QuantizedCheckpoint):
-        warn_if_left(found, hold_quantised(model, checkpoint, rank.device, target), target)
-    check_weights_fit(model, rank)
+        left = hold_quantised(model, checkpoint, rank.device, target, partial(shard_of, model=shape, tp=size, rank=rank.rank))
+        if rank.rank == 0:
+            warn_if_left(found, left, target)
     with built_from(file):
         restore_buffers(model, rank.device)
         DynamicCache(config=model.config)  # every forward makes one, of fields nobody has looked at yet
@@ -179,12 +185,17 @@ def load_model(
     return model.eval()
 
 
-def check_weights_fit(model: PreTrainedModel, rank: Rank) -> None:
+def check_weights_fit(model: PreTrainedModel, rank: Rank, stored: float | None = None) -> None:
     """Before the first weight is read: a GPU that is too small says so in numbers."""
     if rank.device.type != "cuda":
         return  # a host swaps, and is_out_of_memory tells what the kernel did about it
-    need = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / rank.size
-    require(need, rank.device, "a rank's weights", "use more ranks (--tp) or a dtype of fewer bytes (--dtype bfloat16)")
+    dense = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / rank.size
+    require(
+        dense if stored is None else stored,
+        rank.device,
+        "a rank's weights",
+        "use more ranks (--tp) or a dtype of fewer bytes (--dtype bfloat16)",
+    )
 
 
 @contextmanager
@@ -326,6 +337,8 @@ def _set_local_sizes(model: Any, shape: ModelShape, family: Family, tp: int, ran
             module.out_features, module.in_features = module.weight.shape
             if rank > 0 and module.bias is not None and name.rpartition(".")[2] in ROW_PARALLEL:
                 module.__class__ = BiasOnRankZero
+        elif rank > 0 and isinstance(module, QuantizedLinear) and name.rpartition(".")[2] in ROW_PARALLEL:
+            module._parameters["bias"] = None  # added once, on rank 0
     for module in model.modules():
         if type(module).__name__.endswith("TopKRouter"):
             module.register_forward_hook(partial(_share_of_router_loss, ranks=tp))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import NIBBLES, SCALES, Layout, ShardSpecs, Stored, expect, grouped, scaled_down, take, unpacked
+from .layout import NIBBLES, SCALES, Layout, Numbers, ShardSpecs, Stored, expect, scaled_down, take, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +40,9 @@ class Awq(Layout):
         groups = scaled_down(spec, self.spec.group, whole[1], 0, f"groups of {self.spec.group}") if self.spec.group else None
         return {"qweight": ShardSpec(0, spec.ranges), "qzeros": groups, "scales": groups}
 
-    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
+    def numbers(self, parts: Mapping[str, Tensor]) -> Numbers:
         numbers, zeros = (_in_order(parts[name]).t() for name in ("qweight", "qzeros"))
-        return grouped(numbers.contiguous(), zeros, parts["scales"].t(), None)
+        return Numbers(numbers.contiguous(), parts["scales"].t(), zeros, None)
 
 
 def _in_order(words: Tensor) -> Tensor:

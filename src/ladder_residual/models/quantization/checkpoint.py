@@ -101,9 +101,9 @@ class QuantizedCheckpoint(Checkpoint):
             return super().read(name, spec)
         return self._parts_and_weight(name, spec)[1]
 
-    def read_parts(self, name: str) -> dict[str, Tensor]:
+    def read_parts(self, name: str, spec: ShardSpec | None = None) -> dict[str, Tensor]:
         """The tensors of a quantised weight as they are stored, checked as ``read`` does."""
-        return self._parts_and_weight(name, None)[0]
+        return self._parts_and_weight(name, spec)[0]
 
     def _parts_and_weight(self, name: str, spec: ShardSpec | None) -> tuple[dict[str, Tensor], Tensor]:
         from ..finite import check_weight
@@ -118,7 +118,7 @@ class QuantizedCheckpoint(Checkpoint):
                 check_weight(weight.name_of(part), parts[part], self._file(weight, part))
         with self._blamed(weight.module):
             self.layout.check(parts, weight.shape)
-        tensor = self.layout.dequantise(parts, weight.shape)
+        tensor = self.layout.dequantise(parts)
         if not self.allow_nonfinite:
             check_weight(name, tensor, self._file(weight, self.layout.main))
         return parts, tensor

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import PLAIN, SCALES, Layout, ShardSpecs, Stored, expect, scaled_down, take
+from .layout import PLAIN, SCALES, Layout, Numbers, ShardSpecs, Stored, expect, scaled_down, take
 from .spec import QuantSpec
 
 if TYPE_CHECKING:
@@ -55,15 +55,15 @@ class Fp8(Layout):
             scale = spec
         return {self.main: spec, **dict.fromkeys(self.scales, scale)}
 
-    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
+    def numbers(self, parts: Mapping[str, Tensor]) -> Numbers:
         import torch
 
-        weight = parts[self.main].to(torch.float32)
-        scale = next(parts[name] for name in self.scales if name in parts).to(torch.float32)
-        if self.spec.block:
-            for dim, side in enumerate(self.spec.block):
-                length = weight.shape[dim]
-                scale = scale.repeat_interleave(min(side, length), dim).narrow(dim, 0, length)
-        elif self.spec.scales == "channel":
-            scale = scale.reshape(-1, 1)
-        return weight.mul_(scale)
+        weight = parts[self.main]
+        rows, columns = weight.shape
+        scale = next(parts[name] for name in self.scales if name in parts)
+        if self.spec.block is None:
+            return Numbers(weight, scale.reshape(-1, 1).expand(rows, 1), None, None)
+        height, width = self.spec.block
+        scale = scale.repeat_interleave(min(height, rows), 0)[:rows]
+        whole_blocks = columns % width == 0 or scale.shape[1] == 1
+        return Numbers(weight, scale, None, None if whole_blocks else torch.arange(columns, device=weight.device) // width)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import NIBBLES, SCALES, Layout, ShardSpecs, Stored, check_groups, expect, grouped, scaled_down, take, unpacked
+from .layout import NIBBLES, SCALES, Layout, Numbers, ShardSpecs, Stored, check_groups, expect, scaled_down, take, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,10 +61,10 @@ class Gptq(Layout):
         elif order is not None:
             _check_in_order(order, columns // groups, first=0 if columns == whole[1] else int(order[0]))
 
-    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
+    def numbers(self, parts: Mapping[str, Tensor]) -> Numbers:
         zeros = unpacked(parts["qzeros"]).t() + int(self.spec.zeros_minus_one)
         order = parts["g_idx"] if self.spec.act_order else None
-        return grouped(unpacked(parts["qweight"].t()), zeros, parts["scales"].t(), order)
+        return Numbers(unpacked(parts["qweight"].t()), parts["scales"].t(), zeros, order)
 
 
 def _check_in_order(g_idx: Tensor, size: int, first: int) -> None:

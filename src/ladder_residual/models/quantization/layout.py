@@ -29,6 +29,15 @@ class Stored(NamedTuple):
     dtype: str
 
 
+class Numbers(NamedTuple):
+    """A weight, unpacked."""
+
+    values: Tensor  # [out, in]: E4M3, or uint8 of 0 to 15
+    scales: Tensor  # [out, groups of columns]
+    zeros: Tensor | None  # [out, groups]; None: there are none to subtract
+    order: Tensor | None  # the group of each column, where they are not in order
+
+
 class Layout(ABC):
     """How one format stores a weight. Names are those behind the module's: ``weight_scale`` of ``...down_proj.weight_scale``."""
 
@@ -54,9 +63,13 @@ class Layout(ABC):
         """ValueError if what the tensors hold is no weight of this format, though their shapes are in order."""
 
     @abstractmethod
-    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
-        """In float32, of all the parts or of the shards of them, once ``check`` let them pass; ``whole`` is the shape of the whole
-        weight. Nothing waits for a GPU."""
+    def numbers(self, parts: Mapping[str, Tensor]) -> Numbers:
+        """Of all the parts or of what ``shard_specs`` keeps of them, once ``check`` let them pass. Nothing waits for a GPU."""
+
+    def dequantise(self, parts: Mapping[str, Tensor]) -> Tensor:
+        """In float32."""
+        values, scales, zeros, order = self.numbers(parts)
+        return grouped(values, zeros, scales, order)
 
 
 def take(held: Mapping[str, Stored], name: str, dtypes: tuple[str, ...]) -> tuple[int, ...]:
@@ -97,19 +110,22 @@ def unpacked(words: Tensor) -> Tensor:
     return torch.stack((pairs & 15, pairs >> 4), dim=-1).view(words.shape[0], -1)
 
 
-def grouped(numbers: Tensor, zeros: Tensor | float, scales: Tensor, group_of_column: Tensor | None) -> Tensor:
+def grouped(numbers: Tensor, zeros: Tensor | None, scales: Tensor, group_of_column: Tensor | None) -> Tensor:
     """``(numbers - zeros) * scales`` [out, in] in float32; zeros and scales are [out, groups], all of one size unless
     ``group_of_column`` says otherwise."""
     import torch
 
     weight = numbers.to(torch.float32)
     scales = scales.to(torch.float32)
-    zeros = zeros.to(torch.float32) if isinstance(zeros, torch.Tensor) else torch.full_like(scales, zeros)
     if group_of_column is not None:
         places = group_of_column.long()
-        return weight.sub_(zeros[:, places]).mul_(scales[:, places])
+        if zeros is not None:
+            weight.sub_(zeros.to(torch.float32)[:, places])
+        return weight.mul_(scales[:, places])
     by_group = weight.view(weight.shape[0], scales.shape[1], -1)
-    by_group.sub_(zeros.unsqueeze(-1)).mul_(scales.unsqueeze(-1))
+    if zeros is not None:
+        by_group.sub_(zeros.to(torch.float32).unsqueeze(-1))
+    by_group.mul_(scales.unsqueeze(-1))
     return weight
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from ..parameters import stored_tensors
+from ..sharding import ShardSpec
 from .checkpoint import QuantizedCheckpoint
 from .layout import Layout
 
@@ -43,7 +45,7 @@ class QuantizedLinear(nn.Linear):
         return self.dequantised(self.compute_dtype)
 
     def dequantised(self, dtype: torch.dtype) -> Tensor:
-        return self.layout.dequantise(self.parts, (self.out_features, self.in_features)).to(dtype)
+        return self.layout.dequantise(self.parts).to(dtype)
 
     def forward(self, input: Tensor) -> Tensor:
         product: Tensor = _FrozenProduct.apply(input, self)
@@ -69,10 +71,15 @@ def memory_held(model: nn.Module) -> str | None:
 
 
 def hold_quantised(
-    model: PreTrainedModel, checkpoint: QuantizedCheckpoint, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel,
+    checkpoint: QuantizedCheckpoint,
+    device: torch.device,
+    dtype: torch.dtype,
+    shard: Callable[[str, tuple[int, ...]], ShardSpec | None],
 ) -> list[str]:
-    """Give the projections of ``model`` (on the meta device) the weights of ``checkpoint`` as they are stored. Returns the names of
-    the quantised weights that are left: experts, which transformers stacks, and the head, whose weight the loss uses."""
+    """Give the projections of ``model`` (on the meta device) the weights of ``checkpoint`` as they are stored, of each what ``shard``
+    says of its name and shape. Returns the names of the quantised weights that are left: experts, which transformers stacks, and the
+    head, whose weight the loss uses."""
     left, head = dict.fromkeys(checkpoint.weights), model.get_output_embeddings()
     for path, module in model.named_modules():
         if type(module) is not nn.Linear or module is head:
@@ -81,9 +88,11 @@ def hold_quantised(
         (stored, _), *rest = stored_tensors(checkpoint, f"{path}.weight", shape)
         if rest or stored not in left:
             continue
-        parts = {part: tensor.to(device) for part, tensor in checkpoint.read_parts(stored).items()}
+        spec = shard(f"{path}.weight", shape)
+        parts = {part: tensor.to(device) for part, tensor in checkpoint.read_parts(stored, spec).items()}
         del module._parameters["weight"], left[stored]
         module.__class__ = QuantizedLinear
         assert isinstance(module, QuantizedLinear)
+        module.out_features, module.in_features = spec.local_shape(shape) if spec else shape
         module.parts, module.layout, module.compute_dtype = parts, checkpoint.layout, dtype
     return list(left)

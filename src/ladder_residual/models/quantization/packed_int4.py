@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..sharding import ShardSpec
-from .layout import NIBBLES, SCALES, Layout, ShardSpecs, Stored, check_groups, expect, grouped, scaled_down, take, unpacked
+from .layout import NIBBLES, SCALES, Layout, Numbers, ShardSpecs, Stored, check_groups, expect, scaled_down, take, unpacked
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -65,9 +65,11 @@ class PackedInt4(Layout):
         if self.spec.act_order:
             check_groups(parts["weight_g_idx"], parts["weight_scale"].shape[1])
 
-    def dequantise(self, parts: Mapping[str, Tensor], whole: tuple[int, int]) -> Tensor:
+    def numbers(self, parts: Mapping[str, Tensor]) -> Numbers:
+        import torch
+
         numbers, scale = unpacked(parts["weight_packed"]), parts["weight_scale"]
-        zeros: Tensor | float = MIDDLE
+        zeros = torch.full(scale.shape, MIDDLE, dtype=torch.uint8, device=scale.device)
         if self.spec.zero_points:
             zeros = unpacked(parts["weight_zero_point"].t()).t()[: numbers.shape[0]]  # stored plus 8 as well
-        return grouped(numbers, zeros, scale, parts["weight_g_idx"] if self.spec.act_order else None)
+        return Numbers(numbers, scale, zeros, parts["weight_g_idx"] if self.spec.act_order else None)

@@ -33,6 +33,10 @@ class QuantSpec:
     def bits(self) -> int:
         return {"fp8": 8, "int4": 4}[self.format]
 
+    def columns_of_a_scale(self, columns: int) -> int:
+        """In a row of ``columns``."""
+        return self.group or (self.block[1] if self.block else columns)
+
     def describe(self) -> str:
         """``int4 (gptq, groups of 128, zero points, act-order)``"""
         scales = {
