@@ -59,7 +59,7 @@ def _logits(world, source):
         return [holds_quantised(model) for model in models], [model(torch.arange(3, 35).view(2, 16)).logits for model in models]
 
 
-@pytest.mark.parametrize("name", ["fp8-block", "gptq"])
+@pytest.mark.parametrize("name", ["fp8-block", "gptq-128"])
 def test_two_ranks_compute_with_kept_weights_what_they_compute_with_dequantised(name, tmp_path):
     write(tmp_path / name, name, attention_bias=True)  # the output projection's is added once
     for held, (kept, dense) in run_on_ranks(2, _logits, tmp_path / name):

@@ -38,6 +38,7 @@ from .ops.gemv import GemvOps
 from .ops.prefill import FusedPrefillOps, PrefillOps
 from .ops.small_batch import BATCHES, SmallBatchOps
 from .ops.tiles import GemvTiles, SmallBatchTiles, next_power_of_2
+from .quantized import Weight
 from .reducer_choice import choose_reducers, has_nccl
 from .reducers import SymmetricPromptReducer
 from .schedule import Plan, available_schedules, plan_steps
@@ -54,7 +55,7 @@ class DecodeEngine:
     prefill_ops: type[PrefillOps] = FusedPrefillOps
 
     def __init__(
-        self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Tensor] | RankWeights, *, tp: int = 1, rank: int = 0,
+        self, spec: EngineSpec, wiring: Wiring, weights: Mapping[str, Weight] | RankWeights, *, tp: int = 1, rank: int = 0,
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
         max_context: int = 2048, schedule: str = "auto", gemm_backend: str = "auto",
         pdl: int = PdlMode.TRIGGER_THEN_WAIT, tiles: GemvTiles | None = None, release: bool = False,

@@ -74,7 +74,7 @@ class QuantizedWeight:
         return sum(part.nbytes for part in (self.words, self.scales, self.zeros) if part is not None)
 
     @property
-    def constants(self) -> dict[str, int]:
+    def constants(self) -> dict[str, Any]:
         """Of a kernel that reads it. GROUP 0: a scale per row, multiplied with the output."""
         made = FORMATS[self.format]
         by_row = self.scales.shape[1] == 1 and self.format == "fp8"

@@ -13,17 +13,17 @@ from torch import Tensor
 from .quantized import QuantizedWeight, Weight, stacked
 from .spec import EngineSpec, RankSizes
 
-PROJECTIONS = ("qkv", "output", "gate_up", "down")  # of a layer: what is quantised
+PROJECTIONS = ("qkv", "output", "gate_up", "down")  # of a layer: each a tensor or a QuantizedWeight
 
 
 @dataclass(frozen=True)
 class LayerWeights:
     input_norm: Tensor  # (hidden)
     post_attention_norm: Tensor  # (hidden)
-    qkv: Weight  # (heads + 2 * kv_heads) * head_dim x hidden
-    output: Weight  # hidden x heads * head_dim
-    gate_up: Weight  # 2 * intermediate x hidden
-    down: Weight  # hidden x intermediate
+    qkv: Any  # (heads + 2 * kv_heads) * head_dim x hidden
+    output: Any  # hidden x heads * head_dim
+    gate_up: Any  # 2 * intermediate x hidden
+    down: Any  # hidden x intermediate
     qkv_bias: Tensor | None = None
     q_norm: Tensor | None = None  # (head_dim)
     k_norm: Tensor | None = None
@@ -34,7 +34,7 @@ class RankWeights:
     embedding: Tensor  # vocab_rows x hidden
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
-    head: Weight  # vocab_rows x hidden
+    head: Any  # vocab_rows x hidden
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,8 +58,12 @@ class RankWeights:
 
     def with_projections(self, made: Callable[[Any], Weight]) -> RankWeights:
         """With other weights in the place of the layers' projections, made one by one."""
-        layers = (replace(one, **{name: made(getattr(one, name)) for name in PROJECTIONS}) for one in self.layers)
-        return replace(self, layers=tuple(layers))
+
+        def remade(layer: LayerWeights) -> LayerWeights:
+            made_weights: dict[str, Any] = {name: made(getattr(layer, name)) for name in PROJECTIONS}
+            return replace(layer, **made_weights)
+
+        return replace(self, layers=tuple(map(remade, self.layers)))
 
 
 def stack_weights(
@@ -68,7 +72,7 @@ def stack_weights(
     """From a rank's slices under Hugging Face names. ``release`` removes each tensor from ``weights`` once it is stacked, so
     that a shard which fills the GPU is never held twice."""
 
-    def take(name: str, rows: int, columns: int | None = None) -> Tensor:
+    def take(name: str, rows: int, columns: int | None = None) -> Any:
         if name not in weights:
             raise ValueError(f"the shard of rank {sizes.rank} lacks {name}")
         tensor = weights.pop(name) if release and isinstance(weights, MutableMapping) else weights[name]

@@ -40,7 +40,7 @@ def _load_inputs(x_ptrs, start, mask, PACK: tl.constexpr, FORMAT: tl.constexpr):
     else:
         x = (tl.trans(tl.load(x_ptrs + start, mask=mask, other=0.0)),)
         for place in tl.static_range(1, PACK):
-            x = x + (tl.trans(tl.load(x_ptrs + start + WORDS * place, mask=mask, other=0.0)),)
+            x = x + (tl.trans(tl.load(x_ptrs + start + WORDS * place, mask=mask, other=0.0)),)  # type: ignore[assignment]
         return x
 
 

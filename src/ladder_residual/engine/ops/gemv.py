@@ -98,7 +98,7 @@ class GemvOps:
 
     def _norm_gemv(
         self, step: Step, stream: ResidualStream, added: Sequence[Tensor], norm: Tensor, weight: Weight, out: Tensor, tile: Tile,
-        *, split_k: int = 1, gated: bool = False, l2_weight: Weight | None = None,
+        *, split_k: int = 1, gated: bool = False, l2_weight: Any = None,
     ) -> None:  # fmt: skip
         """``l2_weight``: weights of a later kernel that a persistent one may prefetch into L2 while it waits."""
         old, new = stream.advance(stores=step.stores_stream)
@@ -117,6 +117,7 @@ class GemvOps:
                 **constants, BLOCK_K=tile.block_k, SPLIT_K=split_k, PREFETCH=tile.num_stages, **shared,
             )  # fmt: skip
             return
+        assert isinstance(weight, Tensor)
         programs = persistent_programs(blocks, tile.programs_per_sm * self._sm_count)
         shared |= dict(
             WIDTH=tile.block_k, STORE_WIDTH=next_power_of_2(ceil_div(self.sizes.hidden, programs)),

@@ -59,9 +59,8 @@ class SmallBatchOps(GemmOps):
         n = out.shape[-1]
         tile, split_k = self.tiles.tile(n, gated=gated), out.shape[0] if out.dim() == 3 else 1
         (view, *scaling), constants = tile.weight_view(weight)
-        block_k = (
-            tile.block_k if gated or isinstance(weight, Tensor) else 2 * tile.block_k
-        )  # smaller weights: as many bytes in flight
+        # int4: twice the columns, so that as many bytes are in flight
+        block_k = tile.block_k if gated or constants["PACK"] < 8 else 2 * tile.block_k
         launch(
             self._kernels.small_batch_gemm, (ceil_div(n, tile.rows), split_k),
             x, view, out if add_stream is None else add_stream, out if add_partial is None else add_partial, out, *scaling,

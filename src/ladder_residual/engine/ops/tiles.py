@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,15 +47,12 @@ class Tile:
     )
     trigger_after: float = 0  # persistent, interleaved: the share of a program's blocks after which it triggers the next kernel
 
-    def weight_view(self, weight: Weight) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], dict[str, int]]:
+    def weight_view(self, weight: Weight) -> tuple[tuple[Tensor, Tensor | None, Tensor | None], dict[str, Any]]:
         """What a kernel that is not persistent reads (weights, scales, zero points), and the constants that tell it what they are."""
         if isinstance(weight, QuantizedWeight):
             return (weight.words, weight.scales, weight.zeros), weight.constants
         pack = 2 if self.packed and weight.shape[-1] % 2 == 0 else 1
         return (packed(weight) if pack == 2 else weight, None, None), {"PACK": pack, "GROUP": 0, "FORMAT": 0}
-
-    def with_packed_weights(self) -> Tile:
-        return replace(self, packed=not self.programs_per_sm)
 
     def l2_prefetch(self, programs: int, pairs: Tensor) -> int:
         """How many packed pairs each program prefetches: whole 16 bytes, no more than there are."""
@@ -153,7 +151,7 @@ class GemvTiles:
             return _tile(rows, warps, 1, columns, 128 * numbers)
 
         few, many = (4, 8) if format == "fp8" else (4, 4)
-        head = _tile(8, 4, 1, hidden).with_packed_weights()
+        head = _tile(8, 4, 1, hidden)
         return [
             cls(
                 tile(few, warps, qkv), tile(few, warps, inner), tile(rows, warps, hidden), tile(rows, warps, ff), head, split_k,
@@ -166,7 +164,7 @@ class GemvTiles:
         """The same set with packed weights in every kernel that is not persistent."""
         names = ("qkv", "output", "gate_up", "down", "head")
         tiles = {name: getattr(self, name) for name in names}
-        return replace(self, **{name: tile.with_packed_weights() for name, tile in tiles.items()})
+        return replace(self, **{name: replace(tile, packed=not tile.programs_per_sm) for name, tile in tiles.items()})
 
 
 def _persistent(rows: int, hidden: int) -> Tile:
