@@ -132,8 +132,8 @@ def load_model(
     check_divides(shape, family, size, uneven)  # again, with sizes that config.json leaves to the family's defaults
     checkpoint.check_cuts(shape, size)
     target = getattr(torch, found.dtype) if dtype == "auto" else DTYPES[dtype]
-    shuffled = found.quantization is not None and found.quantization.act_order
-    keep_quantised = keep_quantised and (keep_act_order or not shuffled)
+    if found.quantization and found.quantization.act_order:
+        keep_quantised = keep_quantised and keep_act_order
     keep_quantised = keep_quantised and found.adapter is None  # whose matrices are added to plain numbers
     if rank.rank == 0:
         warn_if_rank_dependent(found.wiring, size)
@@ -190,12 +190,8 @@ def check_weights_fit(model: PreTrainedModel, rank: Rank, stored: float | None =
     if rank.device.type != "cuda":
         return  # a host swaps, and is_out_of_memory tells what the kernel did about it
     dense = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) / rank.size
-    require(
-        dense if stored is None else stored,
-        rank.device,
-        "a rank's weights",
-        "use more ranks (--tp) or a dtype of fewer bytes (--dtype bfloat16)",
-    )
+    fix = "use more ranks (--tp) or a dtype of fewer bytes (--dtype bfloat16)"
+    require(dense if stored is None else stored, rank.device, "a rank's weights", fix)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""A frozen projection whose weight stays in memory as it is stored: adapters are trained on top of it (QLoRA)."""
+"""A frozen projection whose weight stays in memory as it is stored: adapters are trained on top of it (QLoRA), the
+CUDA engine packs it."""
 
 from __future__ import annotations
 
