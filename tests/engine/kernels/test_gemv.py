@@ -44,11 +44,14 @@ def test_packed_weights(dtype: torch.dtype) -> None:
     )  # fmt: skip
     check(found, normed)
     for pack, given in ((1, weights), (2, packed(weights))):
-        found, tile = out(), {"ROWS": 8, "BLOCK_K": 32, "PACK": pack}
-        gemv.norm_gemv[(3, 1)](*inputs, given, found, found, 1e-5, rows, **tile, PREFETCH=2, SPLIT_K=1, **constants)
+        found, tile = out(), {"ROWS": 8, "BLOCK_K": 32, "PACK": pack, "GROUP": 0, "FORMAT": 0}
+        gemv.norm_gemv[(3, 1)](
+            *inputs, given, found, found, None, None, 1e-5, rows, **tile, PREFETCH=2, SPLIT_K=1, **constants
+        )  # fmt: skip
         check(found, normed)
         found, inner = out(), x.to(dtype)
         gemv.gemv[(3,)](
-            inner, given, x, norm, found, 1.0, rows, K=columns, **tile, PREFETCH=1, ADD_STREAM=False, ADD_PARTIAL=False, PDL=0
+            inner, given, x, norm, found, None, None, 1.0, rows, K=columns, **tile, PREFETCH=1, ADD_STREAM=False,
+            ADD_PARTIAL=False, PDL=0
         )  # fmt: skip
         check(found, inner.float())
