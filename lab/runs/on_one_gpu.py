@@ -3,8 +3,8 @@
     python -m lab.runs.on_one_gpu vllm --dry-run                  # what would run, and how long
     python -m lab.runs.on_one_gpu vllm --out DIR                  # DIR gets flat JSON files and one log
 
-Each of vllm, ranks and kills ends within ten minutes. A part that fails, or does not end, leaves the rest its time. ``vllm`` needs what
-``lab.serving.gpu_unpack`` unpacks on PYTHONPATH; the others need torch alone.
+Each of vllm, ranks, kills and quantised ends within ten minutes. A part that fails, or does not end, leaves the rest its time.
+``vllm`` needs what ``lab.serving.gpu_unpack`` unpacks on PYTHONPATH; the others need torch alone.
 """
 
 from __future__ import annotations
@@ -56,6 +56,11 @@ PARTS = {
             "-m lab.faults --what generate-gpu --rounds 20 --named none --seconds 220 --out OUT/generate-gpu.json",
         ),
         Part("train", 230, "-m lab.faults --what train-gpu --rounds 20 --named none --seconds 190 --out OUT/train-gpu.json"),
+    ],
+    "quantised": [
+        Part("logits", 150, "tests/gpu/test_quantized_gpu.py"),
+        Part("times", 300, "-m lab.runs.engine_quantized --out OUT"),
+        Part("tp2-fp8", 110, "-m lab.runs.engine_real_ranks --parts 8b-tp2-fp8 --out OUT --timeout 105", mps=True),
     ],
 }
 
