@@ -64,7 +64,7 @@ def write_int4(source: Path, target: Path, group: int) -> None:
     checkpoint = check_source(source).checkpoint
     with new_directory(target) as directory:
         rewrite_weights(checkpoint, directory, quantise)
-        for name in files_along(checkpoint):
+        for name in files_along(checkpoint.directory):
             directory.copy(source / name, name)
         directory.write("config.json", json.dumps(checkpoint.config | {"quantization_config": config}))
 

@@ -7,15 +7,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ladder_residual.adapt.build import with_lora
 from ladder_residual.adapt.preflight import check_models, check_settings
 from ladder_residual.adapt.run import adapt
 from ladder_residual.distributed.world import World
+from ladder_residual.evaluate.plan import check_models as check_evaluated
 from ladder_residual.models.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ladder_residual.models.convert import convert
 from ladder_residual.models.inspect import inspect_checkpoint
 from ladder_residual.models.loading import load_model
 from ladder_residual.models.preflight import check_source
 from ladder_residual.models.quantization.linear import QuantizedLinear
+from ladder_residual.report.results import files_of
 from tests.models.quantization.written import FORMATS, write
 from tests.ranks import run_on_ranks
 from tests.tiny_adapt import losses, run, settings, stop_after_a_checkpoint
@@ -80,6 +83,7 @@ def test_it_trains_as_on_the_dequantised_base(base):
     said = []
     adapt(settings(base, "said", student=str(base / "fp8"), **OPTIONS | dict(tokens=512, save_every=0)), World(), said.append)
     assert any("student  35 weights stay in fp8 (compressed-tensors, a scale per channel): " in line for line in said)
+    assert said[-2:] == ["written as an adapter, because the base is quantised", f"written  {(base / 'said').resolve()}"]
     run(base, "twin", student=str(base / "dequantised"), merge=False, **OPTIONS)
     ours, theirs = losses(base, "adapter"), losses(base, "twin")
     assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-5)
@@ -109,8 +113,60 @@ def test_peft_and_every_command_read_the_adapter(base, tmp_path):
     difference = logits(load_model(tmp_path / "again", dtype="fp32", wiring="ladder:3-4")) - logits(ours)
     assert difference.abs().max() < 0.1 * logits(ours).abs().max()
     assert inspect_checkpoint(base / "adapter")["adapter"] == {"rank": 4, "base": str((base / "fp8").resolve())}
-    with pytest.raises(ValueError, match="is an adapter: merge it into its base"):
-        check_settings(settings(base, "again", student=str(base / "adapter"), **OPTIONS))
+    for trained in (dict(student=str(base / "adapter")), dict(teacher=str(base / "adapter"), control=True)):
+        with pytest.raises(ValueError, match=f"{base / 'adapter'} is an adapter: merge it into its base"):
+            check_settings(settings(base, "again", **OPTIONS | trained))
+
+
+def test_an_adapter_teaches_as_the_model_it_is_merged_into(base):
+    convert(base / "adapter", base / "teacher")
+    for name in ("adapter", "teacher"):
+        run(base, f"taught-by-{name}", teacher=str(base / name), **OPTIONS | dict(tokens=512 * 2))
+    assert losses(base, "taught-by-adapter") == pytest.approx(losses(base, "taught-by-teacher"), rel=1e-5)
+
+
+def test_its_own_tokenizer_and_template_are_the_merged_models(base, tmp_path):
+    adapter = shutil.copytree(base / "adapter", tmp_path / "adapter")
+    own = json.loads((adapter / "tokenizer_config.json").read_text()) | {"chat_template": "mine"}
+    (adapter / "tokenizer_config.json").write_text(json.dumps(own))
+    fields = json.loads((adapter / ADAPTER_CONFIG).read_text())
+    named = shutil.copytree(fields["base_model_name_or_path"], tmp_path / "named")
+    (named / "chat_template.jinja").write_text("its base's")  # would count before the one in tokenizer_config.json
+    (named / "LICENSE").write_text("terms")
+    (adapter / ADAPTER_CONFIG).write_text(json.dumps(fields | {"base_model_name_or_path": str(named)}))
+    convert(adapter, tmp_path / "own")
+    assert json.loads((tmp_path / "own" / "tokenizer_config.json").read_text())["chat_template"] == "mine"
+    kept = {path.name for path in (tmp_path / "own").iterdir()}
+    assert "LICENSE" in kept
+    assert not kept & {"chat_template.jinja", "adapt.json", ADAPTER_CONFIG, ADAPTER_WEIGHTS}
+
+    (adapter / "tokenizer.json").rename(tmp_path / "elsewhere.json")
+    (adapter / "tokenizer.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(ValueError, match="adapter/tokenizer.json is a link that leaves the checkpoint"):
+        convert(adapter, tmp_path / "link")
+    for path in adapter.glob("tokenizer*"):
+        path.unlink()
+    convert(adapter, tmp_path / "bases")
+    assert (tmp_path / "bases" / "chat_template.jinja").read_text() == "its base's"
+    assert (tmp_path / "bases" / "tokenizer.json").read_bytes() == (named / "tokenizer.json").read_bytes()
+
+
+def test_an_evaluation_needs_the_tokenizer_of_the_adapter(base, tmp_path):
+    adapter = shutil.copytree(base / "adapter", tmp_path / "adapter")
+    (adapter / "tokenizer.json").unlink()
+    with pytest.raises(ValueError, match=f"{adapter} has no tokenizer"):
+        check_evaluated(adapter, None, tp=1, wiring=None, dtype="auto", uneven=False)
+
+
+def test_a_report_finds_the_result_of_its_run(base):
+    assert files_of([base / "adapter"]) == [base / "adapter" / "adapt.json"]
+
+
+@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
+def test_adapters_of_the_head_or_the_embedding_are_refused(base, target):
+    model = load_model(base / "half", dtype="fp32")
+    with pytest.raises(ValueError, match=f"q_proj, {target} name the head or the embedding: name projections of the layers"):
+        with_lora(model, settings(base, "refused", **OPTIONS | dict(lora_targets=("q_proj", target))))
 
 
 def _logits_of_rank(world, source):
@@ -150,7 +206,7 @@ def test_two_ranks_train_as_one_and_resume(base, parallel):
 def test_one_process_resumes_exactly(base):
     options = OPTIONS | dict(student=str(base / "fp8"))
     assert stop_after_a_checkpoint(base, "adapter-broken", **options) == "stopped"
-    run(base, "adapter-broken", **options)
+    run(base, "adapter-broken", merge=False, **options)  # only what is written may differ
     assert losses(base, "adapter-broken") == losses(base, "adapter")
     assert (base / "adapter-broken" / ADAPTER_WEIGHTS).read_bytes() == (base / "adapter" / ADAPTER_WEIGHTS).read_bytes()
 

@@ -278,6 +278,21 @@ def test_a_second_writer_of_the_same_file_is_refused(demo_dir, tmp_path, monkeyp
     assert "sampling is done by one process; 2 were started" in str(CliRunner().invoke(app, command).exception)
 
 
+def test_samples_go_into_a_pipe(demo_dir):
+    command = [sys.executable, "-m", "ladder_residual", "data", "sample", str(demo_dir), "/dev/stdout", "--overwrite"]
+    done = subprocess.run([*command, "--tokens", "5", "--length", "8", "--batch", "2"], capture_output=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    *samples, summary = done.stdout.decode().splitlines()
+    assert all(json.loads(line)["ids"] for line in samples)
+    assert summary.startswith("/dev/stdout: 2 samples")
+
+
+def test_a_missing_directory_is_named(demo_dir, tmp_path):
+    out = tmp_path / "missing" / "out.jsonl"
+    done = CliRunner().invoke(app, ["data", "sample", str(demo_dir), str(out), "--tokens", "5"])
+    assert f"cannot write {out}: there is no directory {out.parent}; choose another target" in str(done.exception)
+
+
 def test_an_interrupt_keeps_finished_batches(demo_dir, tmp_path):
     out = tmp_path / "out.jsonl"
     command = [sys.executable, "-m", "ladder_residual", "data", "sample", demo_dir, out, "--tokens", "100000000"]

@@ -16,7 +16,8 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from ..core.config import Wiring
 from ..distributed.world import World
-from ..models.checkpoint_reader import read_json, resolve
+from ..models.adapter import with_config
+from ..models.checkpoint_reader import read_json
 from ..models.hf_config import wiring_of
 from ..models.loading import load_model
 from ..models.quantization.linear import memory_held
@@ -57,7 +58,7 @@ def load_models(settings: AdaptSettings, world: World) -> Models:
 def _load(source: str | None, settings: AdaptSettings, world: World, dtype: str) -> PreTrainedModel:
     """Safetensors alone, as everywhere. Ranks hold whole models (or FSDP's shards of them), not slices of tensor parallelism."""
     assert source is not None
-    attention = attention_for(read_json(resolve(source, weights=False) / "config.json"), settings.sequence)
+    attention = attention_for(read_json(with_config(source, weights=False) / "config.json"), settings.sequence)
     return load_model(source, World(device=world.device), dtype=dtype, attention=attention, keep_quantised=True)
 
 
@@ -133,10 +134,16 @@ class ProgressBar(ProgressCallback):
 def with_lora(student: PreTrainedModel, settings: AdaptSettings) -> Any:
     try:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import BaseTunerLayer
     except ImportError:
         raise ValueError("method lora needs the peft package: pip install 'ladder-residual[train]'") from None
     options: dict[str, Any] = dict(r=settings.lora_rank, lora_alpha=settings.lora_alpha, task_type="CAUSAL_LM")
-    return get_peft_model(student, LoraConfig(target_modules=list(settings.lora_targets) or "all-linear", **options))
+    model = get_peft_model(student, LoraConfig(target_modules=list(settings.lora_targets) or "all-linear", **options))
+    if any(isinstance(end, BaseTunerLayer) for end in (student.get_input_embeddings(), student.get_output_embeddings())):
+        raise ValueError(
+            f"lora_targets {', '.join(settings.lora_targets)} name the head or the embedding: name projections of the layers"
+        )
+    return model
 
 
 def training_arguments(settings: AdaptSettings, world: World, rows: int, folder: Path) -> TrainingArguments:

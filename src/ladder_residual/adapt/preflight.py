@@ -38,17 +38,17 @@ def check_amount(layers: int | None, budget: float | None, count: int) -> None:
 
 def check_models(settings: AdaptSettings) -> None:
     found = check_source(settings.student)
-    quantization = check_source(settings.trained).quantization if settings.control else found.quantization
+    trained = check_source(settings.trained) if settings.control else found
+    for name, model in ((settings.student, found), (settings.trained, trained)):
+        if model.adapter is not None:
+            raise ValueError(f"{name} is an adapter: merge it into its base (ladder convert {name} OUT), and adapt that")
+    quantization = trained.quantization
     if settings.method != "lora" and quantization is not None:
         raise ValueError(
             f"{settings.trained} is quantised ({quantization.describe()}), and --method {settings.method} changes every weight: use "
             f"--method lora, which trains an adapter beside them, or adapt the model it was quantised from and quantise the result"
         )
-    if found.adapter is not None:
-        raise ValueError(
-            f"{settings.student} is an adapter: merge it into its base (ladder convert {settings.student} OUT), and adapt that"
-        )
-    files_along(found.checkpoint)
+    files_along(found.checkpoint.directory)
     student = found.fields
     context = student.get("max_position_embeddings")
     if context and settings.sequence > context:

@@ -21,6 +21,7 @@ from ..data.packing import MixedRows, RowStore, build_mixture, build_rows
 from ..data.tokenizer import read_tokenizer, tokenizer_digest
 from ..distributed.world import DEFAULT_TIMEOUT_SECONDS, World
 from ..models.checkpoint_reader import read_json, resolve
+from ..models.quantization.linear import holds_quantised
 from ..train.logs import drop_beyond, read_events
 from ..train.run_lock import run_lock
 from ..train.stop_signal import StopSignal, ignoring_interrupts
@@ -43,6 +44,7 @@ _NOT_PART_OF_THE_RUN = (
     "heldout",
     "compile",
     "progress",
+    "merge",
 )
 
 
@@ -148,6 +150,8 @@ def _adapt(settings: AdaptSettings, world: World, encoder: Encoder, folder: Path
     )
     if not stopped:
         save_result(trainer, settings, output, world, result_document(result, settings))
+        if settings.merge and holds_quantised(trainer.inner):
+            log("written as an adapter, because the base is quantised")
         log(f"written  {output}")
     return result
 

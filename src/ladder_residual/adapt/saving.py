@@ -84,6 +84,6 @@ def write_along(directory: DirectoryWriter, checkpoint: Checkpoint, document: di
     """``adapt.json``, tokenizer and notices."""
     if document is not None:
         directory.rewrite(FILE, json.dumps(document, indent=1) + "\n")
-    for name in files_along(checkpoint):
+    for name in files_along(checkpoint.directory):
         if not (directory.path / name).exists():
             directory.copy(checkpoint.directory / name, name)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ..common.fields import fields_from
-from ..common.files import check_can_write
+from ..common.files import cannot_write, check_can_write
 from ..common.locks import Lock
 from ..common.terminal import show
 from ..distributed.launch import launched
@@ -151,11 +152,15 @@ def sample_command(
     if out.exists() and not overwrite:
         raise ValueError(f"{out} exists; choose another name or use --overwrite")
     check_can_write(out)
+    if not out.absolute().parent.is_dir():
+        raise ValueError(cannot_write(out, f"there is no directory {out.parent}"))
     check_source(source, dtype=dtype)
     from ..data.sample import Sampler, load_for_sampling, write_samples
     from ..distributed.world import distributed
 
-    with Lock(out), distributed(device) as world:
+    # A pipe or device has no place for a lock beside it.
+    lock = Lock(out) if out.is_file() or not out.exists() else nullcontext()
+    with lock, distributed(device) as world:
         model, tokenizer = load_for_sampling(source, world, dtype)
         sampler = Sampler(model, tokenizer, settings)
         memory = sampler.memory

@@ -41,7 +41,7 @@ def check_models(
         models.append((against, None))
     for model, its_wiring in models:
         found = check_source(model, tp=tp, wiring=its_wiring, dtype=dtype, uneven=uneven)
-        check_tokenizer_files(found.checkpoint.directory)
+        check_tokenizer_files((found.adapter or found.checkpoint).directory)
 
 
 def check_windows(context: int, stride: int) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..common.suggest import did_you_mean
 from ..engine import REAL_REDUCERS
 from ..engine.schedule import SCHEDULES
-from ..models.checkpoint_reader import TOKENIZER_CONFIG_BYTES, read_json, resolve
+from ..models.checkpoint_reader import TOKENIZER_CONFIG_BYTES, has_tokenizer, read_json, resolve
 from ..models.preflight import CheckedSource, check_source
 
 if TYPE_CHECKING:
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 ENGINES = ("auto", "cuda", "torch")
 NO_CHAT_TEMPLATE = "this checkpoint has no chat template; use `ladder generate` with a plain prompt"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "tekken.json", "*.tiktoken")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ def check_request(
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    if not any(any(directory.glob(pattern)) for pattern in _TOKENIZER_FILES):
+    if not has_tokenizer(directory):
         raise ValueError(
             f"{directory} has no tokenizer (tokenizer.json, tokenizer.model ...): copy the tokenizer files of the original model there"
         )

@@ -35,6 +35,7 @@ _COMPUTED = ("rotary_emb.inv_freq", "attention.bias", "attention.masked_bias", *
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.([0-9]{1,9})\.")
 _HUB_PAGE = re.compile(r"https?://(?:www\.)?(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)")
 FLOATS = ("F64", "F32", "F16", "BF16")
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.*", "spiece.model", "tekken.json", "*.tiktoken")
 # A mapped file's pages stay resident while it is open: reopen it now and then, so that peak memory is the shard and not the file.
 REOPEN_AFTER_BYTES = 64 << 20
 CONFIG_BYTES, INDEX_BYTES = 1 << 20, 64 << 20  # published ones have up to 50 KB and 15 MB
@@ -283,17 +284,6 @@ class Checkpoint:
                 f"one of them is wrong"
             )
 
-    def check_contained(self, names: Iterable[str]) -> None:
-        """ValueError if one of these files is a link that leads out of the checkpoint. A snapshot in the hub's cache links into the
-        ``blobs`` beside it, and no further."""
-        homes = [self.directory.resolve()]
-        if self.directory.parent.name == "snapshots":
-            homes.append(self.directory.resolve().parents[1] / "blobs")
-        for name in names:
-            real = (self.directory / name).resolve()
-            if not any(real.is_relative_to(home) for home in homes):
-                raise ValueError(f"{self.directory / name} is a link that leaves the checkpoint: put the file itself there")
-
     def digest(self) -> str:
         """A fingerprint of the weights. Small files are read whole; of large ones the header, and of every tensor its beginning,
         middle and end: two trainings differ everywhere, and reading 100 GB on each host would take longer than the run."""
@@ -321,6 +311,22 @@ class Checkpoint:
 
     def close(self) -> None:
         self._open = None
+
+
+def check_contained(directory: Path, names: Iterable[str]) -> None:
+    """ValueError if one of these files is a link that leads out of the checkpoint. A snapshot in the hub's cache links into the
+    ``blobs`` beside it, and no further."""
+    homes = [directory.resolve()]
+    if directory.parent.name == "snapshots":
+        homes.append(directory.resolve().parents[1] / "blobs")
+    for name in names:
+        real = (directory / name).resolve()
+        if not any(real.is_relative_to(home) for home in homes):
+            raise ValueError(f"{directory / name} is a link that leaves the checkpoint: put the file itself there")
+
+
+def has_tokenizer(directory: Path) -> bool:
+    return any(any(directory.glob(pattern)) for pattern in _TOKENIZER_FILES)
 
 
 def _is_plain_name(file: str) -> bool:

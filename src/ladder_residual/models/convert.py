@@ -6,6 +6,7 @@ Weights are linked (or copied) as they are, so converting takes seconds at any s
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.config import AUTHORS_KEY, CONFIG_KEY, Wiring
 from .adapter import ADAPTER_CONFIG, Adapter, is_adapter
-from .checkpoint_reader import INDEX, Checkpoint, resolve
+from .checkpoint_reader import INDEX, Checkpoint, check_contained, has_tokenizer, resolve
 from .checkpoint_writer import check_replaceable, new_directory, rewrite_weights
 from .families import Family, check_wiring
 from .hf_config import STUB, auto_map, class_name, stub_text
@@ -29,6 +30,9 @@ _BASE_ARCHITECTURES = "base_architectures"  # what the checkpoint was called bef
 # What goes along with the weights: tokenizer, templates, generation settings and texts; never code, never hidden files.
 _KEPT = (".json", ".jinja", ".model", ".tiktoken", ".txt", ".md")
 _KEPT_NAMES = ("LICENSE", "NOTICE")
+_OF_A_TOKENIZER = re.compile(
+    r"tokenizer|special_tokens|added_tokens|vocab\.|merges\.|tekken|chat_template|.*\.(?:jinja|model|tiktoken)$"
+)
 _SKIP = ("config.json", INDEX, ADAPTER_CONFIG)
 
 
@@ -112,8 +116,8 @@ def convert(
     merge = merging(found, model) if found.adapter else None
     checkpoint.close()
     weights = sorted(set(checkpoint.files.values()))
-    kept, index = files_along(checkpoint), [INDEX] if (directory / INDEX).exists() else []
-    checkpoint.check_contained(["config.json", *weights, *index])
+    kept, index = _files_along_of(found), [INDEX] if (directory / INDEX).exists() else []
+    check_contained(checkpoint.directory, ["config.json", *weights, *index])
     sizes: tuple[int, int] | None = None
     with new_directory(target, overwrite=overwrite) as written:
         config = rewired_config(checkpoint.config, family, after)
@@ -138,13 +142,13 @@ def convert(
             sizes = write_fp8(checkpoint, written, merge or (lambda name, old: old))
             config["quantization_config"] = config_of(checkpoint)
             checkpoint.close()
-        for name in kept:
-            written.copy(directory / name, name)
+        for name, path in sorted(kept.items()):
+            written.copy(path, name)
         written.write("config.json", json.dumps(config, indent=2) + "\n")
         if after.kind != "standard":
             written.write(STUB, stub_text())
     placed = "copied" if "copied" in methods else methods.pop()
-    return Conversion(target, family.model_type, before, after, weights, placed, kept, sizes)
+    return Conversion(target, family.model_type, before, after, weights, placed, sorted(kept), sizes)
 
 
 def as_stored(weights: Mapping[str, Tensor], checkpoint: Checkpoint) -> Callable[[str, Tensor], Tensor]:
@@ -176,11 +180,23 @@ def merging(found: CheckedSource, model: Any) -> Callable[[str, Tensor], Tensor]
     return merged
 
 
-def files_along(checkpoint: Checkpoint) -> list[str]:
+def files_along(directory: Path) -> list[str]:
     """Tokenizer, chat template, notices: what a checkpoint made from this one gets of it. ValueError if one is a link that leaves it."""
-    names = sorted(path.name for path in checkpoint.directory.iterdir() if _goes_along(path))
-    checkpoint.check_contained(names)
+    names = sorted(path.name for path in directory.iterdir() if _goes_along(path))
+    check_contained(directory, names)
     return names
+
+
+def _files_along_of(found: CheckedSource) -> dict[str, Path]:
+    """An adapter's own tokenizer and templates are the ones that generate reads: they replace those of its base."""
+    directory = found.checkpoint.directory
+    files = {name: directory / name for name in files_along(directory)}
+    if found.adapter is None:
+        return files
+    adapter = found.adapter.directory
+    if has_tokenizer(adapter):
+        files = {name: path for name, path in files.items() if not _OF_A_TOKENIZER.match(name)}
+    return files | {name: adapter / name for name in files_along(adapter) if _OF_A_TOKENIZER.match(name)}
 
 
 def _goes_along(path: Path) -> bool:

@@ -13,6 +13,8 @@ from ..adapt.outcome import FILE as ADAPT
 from ..adapt.selection_chart import selection_chart
 from ..common.charts import Chart
 from ..evaluate.markdown import is_share, percent
+from ..models.adapter import ADAPTER_CONFIG
+from ..models.checkpoint_reader import CONFIG
 from ..plan.hardware import shipped
 from ..plan.points import emulated_rank_points
 from ..trace.panel import Panel, read_trace
@@ -79,7 +81,7 @@ def files_of(paths: Iterable[str | Path]) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, paths):
         found = sorted(path.rglob("*.json")) if path.is_dir() else [path]
-        if (path / "config.json").is_file():
+        if any((path / name).is_file() for name in (CONFIG, ADAPTER_CONFIG)):
             found = [file for file in found if file.name in (ADAPT, SELECTION_FILE)]
         if not found:
             raise ValueError(f"{path} holds no JSON results")
