@@ -36,9 +36,10 @@ def whole(model: str, batches: tuple[int, ...], repeats: int) -> dict[str, Any]:
             weights=weights,
         )
         plain = {row["batch"]: row["ms_per_token"] for row in rows if row["format"] == "bf16"}
+        of_format = {name: result.pop(name) for name in ("gigabytes_per_step_batch_1", "read_bandwidth_tb_s")}
         for row in result["rows"]:
             over = round(plain[row["batch"]] / row["ms_per_token"], 4) if plain else 1.0
-            rows.append({"format": weights, **row, "over_bf16": over})
+            rows.append({"format": weights, **of_format, **row, "over_bf16": over})
     return {**result, "weights": "random", "rows": rows}
 
 
@@ -62,7 +63,7 @@ def main() -> None:
         from ladder_residual.bench.engine import bench_decode
 
         asked = dict(model="llama-3-70b", tp=8, links=("none", "5us", "24us", "64us"), context=CONTEXT, repeats=options.repeats)
-        for weights in ("fp8", "int4"):
+        for weights in ("bf16", "fp8", "int4"):
             keep(f"quantized-70b-tp8-{weights}", bench_decode(**asked, weights=weights))
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from ladder_residual.engine.quantized import rounded
 from ladder_residual.engine.spec import EngineSpec, RankSizes
-from ladder_residual.engine.weights import check_shapes
+from ladder_residual.engine.weights import check_weights_stack
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -20,8 +21,12 @@ def test_weights_of_transformers_models_are_taken(kind, tied: bool) -> None:
     )  # fmt: skip
     spec = EngineSpec.from_hf(model.config.to_dict())
     sizes = RankSizes.of(spec.shape, 1, 0)
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    check_shapes(spec, sizes, shapes)
-    del shapes["model.norm.weight"]
+    weights = {name: parameter.data for name, parameter in model.named_parameters()}
+    check_weights_stack(spec, sizes, weights)
+    norm = weights.pop("model.norm.weight")
     with pytest.raises(ValueError, match="lacks model.norm.weight"):
-        check_shapes(spec, sizes, shapes)
+        check_weights_stack(spec, sizes, weights)
+    key = "model.layers.0.self_attn.k_proj.weight"
+    mixed = weights | {"model.norm.weight": norm, key: rounded(weights[key], "fp8")}
+    with pytest.raises(ValueError, match="weights that one kernel reads differ .* use --engine torch"):
+        check_weights_stack(spec, sizes, mixed)

@@ -25,7 +25,7 @@ except ImportError:  # a bare machine: main() below calls the tests
     pass
 
 SHAPE = ModelShape(
-    family="llama", hidden_size=1024, intermediate_size=2816, num_layers=4, num_heads=16, num_kv_heads=2, head_dim=128,
+    family="llama", hidden_size=2048, intermediate_size=2816, num_layers=4, num_heads=16, num_kv_heads=2, head_dim=128,
     vocab_size=4096,
 )  # fmt: skip
 # format, columns of a group, zero points
@@ -58,7 +58,9 @@ def worst_error(quantise, wiring: str, batch: int, *, schedule: str = "auto", li
     tokens = sizes.vocab_first + torch.randint(0, sizes.vocab_tokens, (batch, length + steps), device="cuda")
     errors = [(engine.prefill(tokens[:, :length]).float(), reference.forward(tokens[:, :length])[:, -1])]
     for index in range(length, length + steps):
+        engine._logits.fill_(float("nan"))  # every logit must be written anew
         found = engine.decode(tokens[:, index]).float()
+        assert torch.isfinite(found).all()
         errors.append((found.clone(), reference.forward(tokens[:, index : index + 1])[:, 0]))
     return max(float((found - expected).norm() / expected.norm()) for found, expected in errors)
 
@@ -66,6 +68,7 @@ def worst_error(quantise, wiring: str, batch: int, *, schedule: str = "auto", li
 def test_formats_wirings_and_batches() -> None:
     for quantise, wiring, batch in itertools.product(FORMATS, WIRINGS, (1, 3, 16)):
         error = worst_error(quantise, wiring, batch)
+        print(*quantise, wiring, f"batch {batch}: {error:.4f}", flush=True)
         assert error <= TOLERANCE, (quantise, wiring, batch, error)
 
 

@@ -8,7 +8,7 @@ bytes. A format is an entry in ``FORMATS``, and its function in ``kernels/quanti
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +69,10 @@ class QuantizedWeight:
     def shape(self) -> tuple[int, int]:
         return self.words.shape[0], self.words.shape[1] * FORMATS[self.format].numbers
 
+    def to(self, device: str) -> QuantizedWeight:
+        zeros = None if self.zeros is None else self.zeros.to(device)
+        return replace(self, words=self.words.to(device), scales=self.scales.to(device), zeros=zeros)
+
     @property
     def nbytes(self) -> int:
         return sum(part.nbytes for part in (self.words, self.scales, self.zeros) if part is not None)
@@ -102,7 +106,8 @@ def stacked(parts: Sequence[Weight]) -> Weight:
     kinds = {_kind(part) for part in parts}
     if len(kinds) > 1:
         raise ValueError(
-            f"weights that one kernel reads differ ({'; '.join(sorted(kinds))}): the CUDA engine needs q, k and v alike, and gate and up"
+            f"weights that one kernel reads differ ({'; '.join(sorted(kinds))}): the CUDA engine "
+            "needs q, k and v alike, and gate and up; use --engine torch"
         )
     found: list[Any] = list(parts)
 

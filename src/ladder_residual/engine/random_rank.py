@@ -42,11 +42,19 @@ class RandomRank:
         self.spec = EngineSpec.from_shape(shape)
         self.sizes = RankSizes.of(shape, tp, rank)
         self.device = torch.device("cuda", torch.cuda.current_device())
+        rounding = RANDOM_WEIGHTS[weights]
+        widths = (self.sizes.hidden, self.sizes.heads * self.sizes.head_dim, self.sizes.intermediate)
+        if rounding and rounding[1] and (odd := [width for width in widths if width % rounding[1]]):
+            raise ValueError(
+                f"--weights {weights} has groups of {rounding[1]} columns, and a rank of {name} at tp={tp} has projections of "
+                f"{odd[0]}: use --weights fp8, or another --tp"
+            )
         need = self.sizes.resident_bytes(DTYPE.itemsize, tied=shape.tied_embeddings)
+        need += need // 2 if rounding else 0  # the rounded layers are made beside the others
         require(need, self.device, f"a rank of {name} at tp={tp}", "raise tp or use fewer layers")
         made = random_weights(self.spec, tp, rank, DTYPE, self.device)
         self.weights: RankWeights = stack_weights(self.spec, self.sizes, made, release=True)
-        if rounding := RANDOM_WEIGHTS[weights]:
+        if rounding:
             self.weights = self.weights.with_projections(lambda weight: rounded(weight, *rounding))
 
     def engine(self, wiring: str, link: Link | None = None, *, reducer: str | None = None, **options: Any) -> DecodeEngine:

@@ -114,9 +114,9 @@ def stack_weights(
     return RankWeights(embedding, tuple(layers), take("model.norm.weight", h), head)
 
 
-def check_shapes(spec: EngineSpec, sizes: RankSizes, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """That ``stack_weights`` would take weights of these shapes, without touching them."""
-    stack_weights(spec, sizes, {name: torch.empty(shape, device="meta") for name, shape in shapes.items()})
+def check_weights_stack(spec: EngineSpec, sizes: RankSizes, weights: Mapping[str, Weight]) -> None:
+    """That ``stack_weights`` would take these weights, without touching them."""
+    stack_weights(spec, sizes, {name: weight.to("meta") for name, weight in weights.items()})
 
 
 def random_weights(

@@ -18,7 +18,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ..distributed.world import Rank, World
 from ..engine.quantized import QuantizedWeight, Weight
 from ..engine.spec import EngineSpec, RankSizes
-from ..engine.weights import check_shapes
+from ..engine.weights import check_weights_stack
 from ..links import Link
 from ..models.candidates import Candidates, ChoosesFromCandidates
 from ..models.hf_config import wiring_of
@@ -105,6 +105,7 @@ def take_weights(model: PreTrainedModel) -> dict[str, Weight]:
             spec, (values, scales, zeros, _) = module.layout.spec, module.layout.numbers(module.parts)
             module.parts = {}
             size = spec.columns_of_a_scale(values.shape[1])
+            zeros = zeros if spec.zero_points else None  # the kernels know the middle
             weights[f"{path}.weight"] = QuantizedWeight.pack(spec.format, values, scales, zeros, size)
     return weights
 
@@ -136,7 +137,7 @@ def engine_model(
         sizes = RankSizes.of(spec.shape, rank.size, rank.rank)
         require_memory(sizes, dtype, rank.device, batch=batch, max_context=max_context)
         weights = take_weights(model)
-        check_shapes(spec, sizes, {name: tuple(weight.shape) for name, weight in weights.items()})
+        check_weights_stack(spec, sizes, weights)
         return spec, weights
 
     # Once the model is empty there is no fallback, and ranks that decide differently would wait for each other: what one of them

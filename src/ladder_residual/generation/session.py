@@ -74,7 +74,7 @@ class Session:
             uneven=asked.uneven,
             reducer=all_reduce,
             allow_nonfinite=asked.allow_nonfinite,
-            keep_quantised=asked.engine == "cuda",
+            keep_quantised=asked.engine == "cuda" or emulation is not None,
             keep_act_order=False,
         )
         self.model = with_engine(

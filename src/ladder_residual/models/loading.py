@@ -156,6 +156,7 @@ def load_model(
     check_weights_fit(model, rank, found.rank_bytes(shape, size, rank.rank, target.itemsize)[0] if keep_quantised else None)
     if keep_quantised and isinstance(checkpoint, QuantizedCheckpoint):
         left = hold_quantised(model, checkpoint, rank.device, target, partial(shard_of, model=shape, tp=size, rank=rank.rank))
+        check_weights_fit(model, rank)  # what is left is dequantised
         if rank.rank == 0:
             warn_if_left(found, left, target)
     with built_from(file):

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from ladder_residual.distributed.world import EmulatedRank, World
 from ladder_residual.engine.quantized import QuantizedWeight
 from ladder_residual.engine.spec import EngineSpec, RankSizes
-from ladder_residual.engine.weights import PROJECTIONS, check_shapes, stack_weights
+from ladder_residual.engine.weights import PROJECTIONS, check_weights_stack, stack_weights
 from ladder_residual.generation.engine_adapter import take_weights
 from ladder_residual.models.adapter import ADAPTER_CONFIG, ADAPTER_WEIGHTS
 from ladder_residual.models.loading import load_model
@@ -35,15 +35,17 @@ def test_kept_weights_equal_the_dequantised(name, tp, tmp_path):
         model = load_model(tmp_path / name, rank, **FOR_THE_ENGINE)
     taken = take_weights(model)
     assert not any(module.parts for module in model.modules() if isinstance(module, QuantizedLinear))
+    specs = {f"{path}.weight": each.layout.spec for path, each in model.named_modules() if isinstance(each, QuantizedLinear)}
     kept = {parameter: weight for parameter, weight in taken.items() if isinstance(weight, QuantizedWeight)}
     assert len(kept) == 7
     assert set(taken) == set(dense)
     for parameter, weight in kept.items():
         assert weight.shape == tuple(dense[parameter].shape)
+        assert (weight.zeros is not None) == specs[parameter].zero_points
         torch.testing.assert_close(weight.float(), dense[parameter].detach(), rtol=1e-6, atol=0, msg=parameter)
     spec = EngineSpec.from_hf(model.config.to_dict())
     sizes = RankSizes.of(spec.shape, tp, 0)
-    check_shapes(spec, sizes, {parameter: tuple(weight.shape) for parameter, weight in taken.items()})
+    check_weights_stack(spec, sizes, taken)
     expected = stack_weights(spec, sizes, {parameter: tensor.detach() for parameter, tensor in dense.items()})
     found = stack_weights(spec, sizes, taken)
     for projection in PROJECTIONS:
