@@ -6,6 +6,7 @@ The function must be importable (module level of a test file).
 
 import multiprocessing
 import os
+import pickle
 import socket
 import traceback
 
@@ -55,9 +56,11 @@ def _call(connection, rank, function, arguments):
     try:
         with distributed("cpu", timeout=60) as world:
             result = function(world, *arguments)
-        connection.send(("ok", result))
+        answer = "ok", result
     except BaseException:
-        connection.send(("error", traceback.format_exc()))
+        answer = "error", traceback.format_exc()
+    # Whole: what ``send`` makes of a tensor is memory shared with this process, which may have ended when it is opened.
+    connection.send_bytes(pickle.dumps(answer))
 
 
 def run_on_ranks(size, function, *arguments):
@@ -67,7 +70,7 @@ def run_on_ranks(size, function, *arguments):
         results = []
         for rank, pipe in enumerate(pipes):
             assert pipe.poll(TIMEOUT), f"rank {rank} of {size} gave no answer within {TIMEOUT} s"
-            results.append(pipe.recv())
+            results.append(pickle.loads(pipe.recv_bytes()))
     finally:
         for process in processes:
             process.join(5)
