@@ -104,7 +104,9 @@ def test_larger_batches_and_prompts_dequantise(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dense_equals_plain_torch(name: str, dtype: torch.dtype) -> None:
     weight = rounded(torch.randn(5, 384, generator=torch.Generator().manual_seed(1)), *FORMATS[name])
-    assert torch.equal(dense(weight, dtype), weight.float().to(dtype))
+    # A GPU rounds to bfloat16, Triton's interpreter cuts.
+    rtol = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+    torch.testing.assert_close(dense(weight, dtype), weight.float().to(dtype), rtol=rtol, atol=0)
 
 
 def test_every_number_of_fp8_survives() -> None:
