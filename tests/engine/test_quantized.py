@@ -74,6 +74,7 @@ def test_split_k_and_tiles_loaded_ahead(name: str) -> None:
     assert decode_error(SHAPE, "ladder", gemv_ops(3, split_k=3), quantise=FORMATS[name]) < TOLERANCE
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("format", ["fp8", "int4"])
 def test_tiles_of_the_engine(format: str) -> None:
@@ -83,11 +84,17 @@ def test_tiles_of_the_engine(format: str) -> None:
         assert decode_error(shape, "ladder", ops, quantise=(format, 64 if format == "int4" else None, False)) < TOLERANCE
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("name", ["fp8-blocks", "int4-32"])
-def test_larger_batches_and_prompts_dequantise(name: str) -> None:
+def test_larger_batches_dequantise(name: str) -> None:
     ops = partial(GemmOps, pdl=PdlMode.OFF, kv_splits=2)
     assert decode_error(SHAPE, "ladder", ops, batch=17, quantise=FORMATS[name]) < TOLERANCE
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["fp8-blocks", "int4-32"])
+def test_prompts_dequantise(name: str) -> None:
     spec, sizes, weights = tiny_rank(SHAPE)
     weights = weights.with_projections(lambda weight: rounded(weight, *FORMATS[name]))
     found = []
