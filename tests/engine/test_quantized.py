@@ -92,6 +92,7 @@ def test_larger_batches_dequantise(name: str) -> None:
     assert decode_error(SHAPE, "ladder", ops, batch=17, quantise=FORMATS[name]) < TOLERANCE
 
 
+@pytest.mark.slow
 @interpreted
 @pytest.mark.parametrize("name", ["fp8-blocks", "int4-32"])
 def test_prompts_dequantise(name: str) -> None:
