@@ -83,7 +83,7 @@ def test_it_trains_as_on_the_dequantised_base(base):
     said = []
     adapt(settings(base, "note", student=str(base / "fp8"), **OPTIONS | dict(tokens=512, save_every=0)), World(), said.append)
     assert any("student  35 weights stay in fp8 (compressed-tensors, a scale per channel): " in line for line in said)
-    assert said[-2:] == ["written as an adapter, because the base is quantised", f"written  {(base / 'said').resolve()}"]
+    assert said[-2:] == ["written as an adapter, because the base is quantised", f"written  {(base / 'note').resolve()}"]
     run(base, "twin", student=str(base / "dequantised"), merge=False, **OPTIONS)
     ours, theirs = losses(base, "adapter"), losses(base, "twin")
     assert list(ours.values()) == pytest.approx(list(theirs.values()), rel=1e-5)
