@@ -154,7 +154,7 @@ def test_ranks_stop_at_the_same_step_and_go_on(ground, parallel):
     assert [result[:2] for result in results] == [((True, 3), (False, 5))] * 2
     said = "\n".join(results[0][2])
     assert "stopped  by SIGTERM after step 3: " in said
-    assert re.search(r"checkpoint-3 is damaged \(rank [01]: rng_state_1.pth (has|is damaged)", said)
+    assert re.search(r"checkpoint-3 is damaged \(rank [01]: rng_state_1.pth has ", said)
     assert f"resume   {ground / name}.training/checkpoint-2" in said
     run_on_ranks(2, _two_ranks, ground, f"straight-{parallel}", changes | dict(tokens=512 * 5))
     assert losses(ground, name) == losses(ground, f"straight-{parallel}")
