@@ -1,6 +1,6 @@
 """Run a function on several real processes (gloo, loopback) and collect what each returns.
 
-The processes are forked from a server that has torch and transformers loaded, so starting them takes a fraction of a second.
+The processes are forked from a server that has loaded what the tests' functions import, so starting them takes a fraction of a second.
 The function must be importable (module level of a test file).
 """
 
@@ -11,7 +11,8 @@ import socket
 import traceback
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch", "transformers", "ladder_residual.models.loading", "tests.tiny_models"])
+# Otherwise each rank imports it again: half a second to a second for pytest, peft or the trainers.
+CONTEXT.set_forkserver_preload(["tests.tiny_models", "tests.tiny_adapt", "tests.tiny_training", "peft", "pytest"])
 TIMEOUT = 240
 
 
