@@ -1,12 +1,9 @@
 """A refit that is interrupted, damaged on disk, or spread over ranks, against one that nobody disturbed."""
 
 import json
-import os
 import shlex
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -18,6 +15,7 @@ from ladder_residual.adapt.refit import Refit
 from ladder_residual.adapt.refit_checkpoint import refit
 from ladder_residual.cli.main import app
 from ladder_residual.core.config import Wiring
+from tests.forked import Program, run_program
 from tests.ranks import run_on_ranks
 from tests.tiny_models import shard_model, tiny_model
 
@@ -58,17 +56,15 @@ def test_a_killed_refit_goes_on_to_the_same_weights(ground, tmp_path, undisturbe
     target, kept = tmp_path / "killed", tmp_path / "killed.refit"
     command = f"""convert {ground / "original"} {target} --wiring ladder:1-4 --refit {ground / "train.txt"} --refit-tokens {TOKENS}
         --device cpu"""
-    words = [sys.executable, "-m", "ladder_residual", *shlex.split(command)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    process = subprocess.Popen(words, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = Program(*shlex.split(command))
     deadline = time.monotonic() + 200
     while not (kept / "layer-2").exists() and time.monotonic() < deadline and process.poll() is None:
         time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    assert process.returncode == -signal.SIGKILL
     assert (kept / "layer-2" / "complete.json").exists()
     assert not target.exists(), "it had finished"
-    again = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=240)
+    again = run_program(*shlex.split(command))
     assert again.returncode == 0, again.stderr[-2000:]
     assert "resume   " in again.stdout
     assert equal(load_file(target / "model.safetensors"), undisturbed[1])

@@ -1,17 +1,15 @@
 """``ladder demo`` as users start it."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 from ladder_residual.cli.demo import not_on_path
+from tests.forked import run_program
 
 
 def test_the_demo_shows_what_it_promises():
-    done = subprocess.run(
-        [sys.executable, "-m", "ladder_residual", "demo", "--json"], capture_output=True, text=True, timeout=240
-    )
+    done = run_program("demo", "--json")
     assert done.returncode == 0, done.stderr[-2000:]
     result = json.loads(done.stdout)
     assert result["same_text"]

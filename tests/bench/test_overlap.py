@@ -1,32 +1,19 @@
 """Decode, prefill and whole generations on real ranks."""
 
 import json
-import subprocess
-import sys
 
 import pytest
 
 from ladder_residual.bench.demo import demo_directory
 from ladder_residual.bench.overlap import run_cases
+from tests.forked import run_program
 from tests.ranks import run_on_ranks
 
 
 def test_the_command_measures_real_ranks(demo_dir):
-    words = [
-        sys.executable,
-        "-m",
-        "ladder_residual",
-        "bench",
-        "decode",
-        "--model",
-        str(demo_dir),
-        "--tp",
-        "2",
-        "--batch",
-        "1,3",
-    ]
+    words = ["bench", "decode", "--model", demo_dir, "--tp", "2", "--batch", "1,3"]
     words += ["--context", "8", "--links", "none,200us", "--wirings", "ladder,desync-2x", "--repeats", "5"]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240)
+    done = run_program(*words)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "decode" in done.stdout.splitlines()[0]  # the title of the table
     result = json.loads(done.stdout.splitlines()[-1])

@@ -17,6 +17,7 @@ from ladder_residual.distributed.world import World
 from ladder_residual.generation.sampling import Sampling
 from ladder_residual.generation.session import LoadOptions, Session
 from ladder_residual.models.convert import convert
+from tests.forked import Program, run_program
 
 PROMPTS = ["Once upon a time, there was a little girl", "The cat"]
 
@@ -47,7 +48,8 @@ def test_two_ranks_write_the_same_text(demo_dir, tmp_path, texts):
     convert(demo_dir, tmp_path / "half", "ladder:last-half")
     (tmp_path / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     words = ("generate", tmp_path / "half", "--file", tmp_path / "prompts.txt", "--out", tmp_path / "out.jsonl")
-    done = ladder(*words, "--tp", "2", "-n", "30", "--temperature", "0")
+    done = run_program(*words, "--tp", "2", "-n", "30", "--temperature", "0")
+    assert done.returncode == 0, done.stderr[-3000:]
     rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
     assert [(row["prompt"], row["text"]) for row in rows] == list(zip(PROMPTS, texts, strict=True))
     assert all(row["new_tokens"] >= 1 for row in rows)
@@ -144,24 +146,20 @@ def test_an_unpinned_rank_dependent_wiring_warns(demo_dir, monkeypatch, capsys):
 
 
 def test_two_ranks_chat(chat_model):
-    done = ladder("chat", chat_model, "-n", "10", "--tp", "2", input=f"{PROMPTS[0]}\nThen\n")
+    done = run_program("chat", chat_model, "-n", "10", "--tp", "2", input=f"{PROMPTS[0]}\nThen\n")
+    assert done.returncode == 0, done.stderr[-3000:]
     assert len(done.stdout.split()) > 8
 
 
 def generating(demo_dir, tmp_path, *options):
     """Two ranks in the middle of a long file of prompts; yields the launcher's process and the ranks' pids."""
     (tmp_path / "many.txt").write_text("Once upon a time\n" * 4000)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "ladder_residual", "generate", str(demo_dir), "--file", str(tmp_path / "many.txt"), "--tp", "2"]
-        + ["-n", "200", "--batch-size", "2", "--out", str(tmp_path / "out.jsonl"), *options],
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    words = ["generate", demo_dir, "--file", tmp_path / "many.txt", "--tp", "2", "-n", "200", "--batch-size", "2"]
+    process = Program(*words, "--out", tmp_path / "out.jsonl", *options)
     deadline = time.monotonic() + 120
     while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").read_text():
         assert time.monotonic() < deadline, "no output"
-        assert process.poll() is None, process.stderr.read()
+        assert process.poll() is None, process.stderr
         time.sleep(0.2)
     ranks = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     assert len(ranks) == 2
@@ -171,16 +169,15 @@ def generating(demo_dir, tmp_path, *options):
 def finish(process, within, gone=()):
     started = time.monotonic()
     try:
-        _, errors = process.communicate(timeout=within + 60)
+        process.wait(within + 60)
     finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
     assert time.monotonic() - started < within
     deadline = time.monotonic() + 10
     while any(os.path.exists(f"/proc/{pid}") for pid in gone) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not subprocess.run(["pgrep", "-s", str(process.pid)], capture_output=True, text=True).stdout.split()
-    return errors
+    return process.stderr
 
 
 # lab/test_faults.py kills a rank with SIGKILL too, and looks closer.

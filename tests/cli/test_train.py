@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,15 +9,11 @@ import pytest
 from ladder_residual.train.dry_run import estimate
 from ladder_residual.train.recipe import Recipe
 from ladder_residual.train.speed import flops_per_token, peak_tflops
+from tests.forked import run_program
 from tests.tiny_training import tiny_corpus, trained_losses
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipes"
-
-
-def ladder(*words, launcher=(), **options):
-    command = [sys.executable, "-m", *launcher, *(("-m",) if launcher else ()), "ladder_residual", *map(str, words)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
 
 
 @pytest.mark.slow
@@ -29,7 +23,7 @@ def test_a_recipe_on_two_ranks_exported_and_generating(tmp_path):
     run, settings = tmp_path / "run", ["--set", "run.steps=3", "--set", "optimizer.warmup=1", "--set", "run.device=cpu"]
     settings += ["--set", f"data.train={tmp_path / 'corpus'}", "--set", f"data.valid={tmp_path / 'corpus'}"]
     settings += ["--set", f"checkpoint.directory={run}", "--set", "parallel.tp=2", "--set", "log.every=1"]
-    done = ladder("train", RECIPES / "train-tiny-ladder.toml", *settings, "--ranks", "2", "--json")
+    done = run_program("train", RECIPES / "train-tiny-ladder.toml", *settings, "--ranks", "2", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["step"] == 3
@@ -37,17 +31,17 @@ def test_a_recipe_on_two_ranks_exported_and_generating(tmp_path):
     assert len(trained_losses(run)) == 3
     assert list((run / "tensorboard").iterdir())
     assert Path(result["export"], "model.safetensors").exists()
-    done = ladder(
+    done = run_program(
         "train", "export", run, tmp_path / "out", "--dtype", "float16", "--tokenizer", ROOT / "src/ladder_residual/assets/demo"
     )
     assert done.returncode == 0, done.stderr
-    done = ladder("generate", tmp_path / "out", "--prompt", "Once", "-n", "2", "--device", "cpu", "--dtype", "float32")
+    done = run_program("generate", tmp_path / "out", "--prompt", "Once", "-n", "2", "--device", "cpu", "--dtype", "float32")
     assert done.returncode == 0, done.stderr
     assert "[ladder, 1 process, cpu] 2 tokens" in done.stderr
 
 
 def test_mistakes_are_one_line(tmp_path):
-    done = ladder("train", RECIPES / "train-tiny-ladder.toml", "--set", "run.step=3")
+    done = run_program("train", RECIPES / "train-tiny-ladder.toml", "--set", "run.step=3")
     assert done.returncode == 2
     assert "known here: steps, seed, precision" in done.stderr
     assert "unknown key run.step (did you mean 'steps'?)" in done.stderr
@@ -63,7 +57,7 @@ def test_mistakes_are_one_line(tmp_path):
         "--set",
         "run.device=cpu",
     ]
-    done = ladder("train", RECIPES / "train-tiny-ladder.toml", *words, "--ranks", "2", cwd=tmp_path)
+    done = run_program("train", RECIPES / "train-tiny-ladder.toml", *words, "--ranks", "2", cwd=tmp_path)
     assert done.returncode == 2
     assert done.stderr.strip() == "error: batch.rows 9 is not divisible by the 2 data-parallel ranks; use a multiple of 2"
 
@@ -109,7 +103,7 @@ def test_what_a_dry_run_says():
     assert not estimate(small)["fits"]  # 8 B parameters and their moments on one device
     with pytest.raises(ValueError, match="3 ranks do not fit parallel.dp 8 x parallel.tp 8"):
         estimate(Recipe.load(RECIPES / "train-8b-standard.toml"), ranks=3)
-    done = ladder("train", RECIPES / "train-1b-ladder.toml", "--dry-run")
+    done = run_program("train", RECIPES / "train-1b-ladder.toml", "--dry-run")
     assert "104.86 B tokens" in done.stdout
     assert "planned, not measured" in done.stdout
 
@@ -125,7 +119,7 @@ def test_flops_of_a_known_model():
 @pytest.mark.slow
 def test_bench_train_on_ranks():
     words = ["--model", "smollm2-135m", "--layers", "2", "--vocabulary", "512", "--sequence", "16", "--batch", "2", "--tp", "3"]
-    done = ladder(
+    done = run_program(
         "bench", "train", *words, "--links", "none;2ms", "--wirings", "ladder,delayed-1", "--repeats", "3", "--device", "cpu"
     )
     assert done.returncode == 0, done.stderr
@@ -140,7 +134,7 @@ def test_bench_train_on_ranks():
     assert all(row["forward_ms"] > 0 and row["backward_ms"] > 0 for row in result["rows"])
     # Five all-reduces forward and five backward of 2 ms each cannot be faster than that where nothing hides them.
     assert result["rows"][4]["median_ms"] > 20
-    done = ladder("bench", "train", "--wirings", "parallel", "--device", "cpu", "--tp", "2")
+    done = run_program("bench", "train", "--wirings", "parallel", "--device", "cpu", "--tp", "2")
     assert "parallel needs weights of its own" in done.stderr
 
 

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -20,6 +18,7 @@ from ladder_residual.data.sample import Memory, Sampler, SampleSettings, load_fo
 from ladder_residual.data.tokenizer import ChatForm, end_of_document, first_token
 from ladder_residual.distributed.world import World
 from ladder_residual.models.hf import rewire
+from tests.forked import Program
 from tests.tiny_models import FAMILY_NAMES, VOCAB, random_ids, tiny_model
 
 NO_CHAT = torch.zeros(64, dtype=torch.bool)
@@ -278,11 +277,12 @@ def test_a_second_writer_of_the_same_file_is_refused(demo_dir, tmp_path, monkeyp
     assert "sampling is done by one process; 2 were started" in str(CliRunner().invoke(app, command).exception)
 
 
-def test_samples_go_into_a_pipe(demo_dir):
-    command = [sys.executable, "-m", "ladder_residual", "data", "sample", str(demo_dir), "/dev/stdout", "--overwrite"]
-    done = subprocess.run([*command, "--tokens", "5", "--length", "8", "--batch", "2"], capture_output=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    *samples, summary = done.stdout.decode().splitlines()
+def test_samples_go_into_a_pipe(demo_dir, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    words = ["data", "sample", demo_dir, "/dev/stdout", "--overwrite", "--tokens", "5", "--length", "8", "--batch", "2"]
+    program = Program(*words, stdout=tmp_path / "pipe")
+    *samples, summary = (tmp_path / "pipe").read_text().splitlines()
+    assert program.wait(60) == 0, program.stderr
     assert all(json.loads(line)["ids"] for line in samples)
     assert summary.startswith("/dev/stdout: 2 samples")
 
@@ -295,17 +295,12 @@ def test_a_missing_directory_is_named(demo_dir, tmp_path):
 
 def test_an_interrupt_keeps_finished_batches(demo_dir, tmp_path):
     out = tmp_path / "out.jsonl"
-    command = [sys.executable, "-m", "ladder_residual", "data", "sample", demo_dir, out, "--tokens", "100000000"]
-    process = subprocess.Popen(
-        [*map(str, command), "--batch", "8", "--length", "16"],
-        stderr=subprocess.DEVNULL,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+    process = Program("data", "sample", demo_dir, out, "--tokens", "100000000", "--batch", "8", "--length", "16")
     try:
         deadline = time.monotonic() + 120
         while (not out.exists() or out.stat().st_size == 0) and time.monotonic() < deadline and process.poll() is None:
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        os.kill(process.pid, signal.SIGINT)
         assert process.wait(timeout=60) == 130
     finally:
         process.kill()

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from ladder_residual.cli.main import app
 from tests.docs.pages import ROOT, blocks, commands, text_of
+from tests.forked import run_program
 
 README = ROOT / "README.md"
 TEXT = text_of(README)
@@ -28,11 +29,12 @@ def run(words, folder):
 
 
 def test_commands_and_examples_run(tmp_path, monkeypatch):
-    """In this process, but for what starts ranks of its own."""
+    """In this process, but for what starts ranks of its own: in a fork."""
     monkeypatch.chdir(tmp_path)
     for words in commands(TEXT, "bash"):
         if "--tp" in words and words[1] == "generate":
-            run(words, tmp_path)
+            program = run_program(*words[1:], cwd=tmp_path)
+            assert program.returncode == 0, program.stderr
         else:
             done = CliRunner().invoke(app, words[1:])
             assert done.exit_code == 0, (words, done.exception)

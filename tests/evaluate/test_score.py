@@ -2,7 +2,6 @@
 
 import json
 import random
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ from torch.nn import functional as F
 from ladder_residual.evaluate.requests import Request, Requests, Score, Scores, load_scores
 from ladder_residual.evaluate.score import main, perplexity, perplexity_of, score, score_all, windows_of
 from ladder_residual.models.loading import load_model
+from tests.forked import run_program
 from tests.ranks import run_on_ranks
 
 
@@ -175,8 +175,8 @@ def test_files_carry_everything(model, tmp_path):
 def test_the_command_scores_a_file(demo_dir, tmp_path, model):
     requests = Requests({"loglikelihood": some_requests(7)})
     requests.save(tmp_path / "r.jsonl.gz")
-    command = [sys.executable, "-m", "ladder_residual.evaluate.score", demo_dir, tmp_path / "r.jsonl.gz", tmp_path / "s.json"]
-    done = subprocess.run([*command, "--wiring", "ladder:last-half"], capture_output=True, text=True, timeout=120)
+    words = [demo_dir, tmp_path / "r.jsonl.gz", tmp_path / "s.json", "--wiring", "ladder:last-half"]
+    done = run_program(*words, module="ladder_residual.evaluate.score")
     assert done.returncode == 0, done.stderr
     document = json.loads((tmp_path / "s.json").read_text())
     assert document["wiring"] == "ladder:3-4"

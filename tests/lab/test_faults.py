@@ -22,6 +22,7 @@ from lab.hosts.delayed_link import DelayedLink, why_not
 from ladder_residual.common.line_writer import LineWriter
 from ladder_residual.distributed.launch import LOST_PEER, OUT_OF_MEMORY, USER_ERROR, user_message
 from ladder_residual.distributed.sockets import PeerLost
+from tests.forked import run_program
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="processes are watched through /proc")
 root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
@@ -179,7 +180,7 @@ def test_commands_on_a_full_or_read_only_disk(demo_dir, small_disk, tmp_path):
 
     def convert():
         words = ["convert", str(demo_dir), str(small_disk / "out"), "--wiring", "ladder", "--copy"]
-        return subprocess.run([*LADDER, *words], capture_output=True, text=True, timeout=240)
+        return run_program(*words)
 
     done = convert()
     assert done.returncode == 2

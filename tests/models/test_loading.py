@@ -1,8 +1,7 @@
 """Loading checkpoints: each rank its shards, and what is wrong with a file in one line."""
 
 import json
-import os
-import subprocess
+import resource
 import sys
 
 import pytest
@@ -169,20 +168,11 @@ def test_malformed_configs_are_value_errors(saved, changes):
         (saved / "config.json").write_text(original)
 
 
-_MEASURE = """
-import os, resource, sys
-sys.path.insert(0, os.path.join(sys.argv[2], "tests"))
-import torch, transformers
-import ladder_residual.models.loading as loading
-from ladder_residual.distributed.world import distributed
-with distributed("cpu") as world:
+def load_and_measure(world, directory):
     base = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    model = loading.load_model(sys.argv[1], world)
+    model = load_model(directory, world)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    held = sum(p.numel() * p.element_size() for p in model.parameters())
-    with open(os.path.join(sys.argv[1], f"rank{world.rank}"), "w") as file:  # on one pipe two ranks' words may mix
-        file.write(f"{(peak - base) * 1024} {held}")
-"""
+    return (peak - base) * 1024, sum(p.numel() * p.element_size() for p in model.parameters())
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ru_maxrss is in kilobytes on Linux only")
@@ -195,18 +185,7 @@ def test_peak_memory_is_the_ranks_share(tmp_path):
     size = (tmp_path / "model.safetensors").stat().st_size
     assert size > 250 * 2**20
     del model
-    script = tmp_path / "measure.py"
-    script.write_text(_MEASURE)
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(script), str(tmp_path), root],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    for rank in range(2):
-        grew, held = map(int, (tmp_path / f"rank{rank}").read_text().split())
+    for grew, held in run_on_ranks(2, load_and_measure, tmp_path):
         assert held < 0.55 * size
         # One matrix read whole (a shard of columns touches all of its pages) and the reader's window come on top.
         assert grew < held + 0.25 * size, (grew, held, size)

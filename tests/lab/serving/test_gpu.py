@@ -17,8 +17,10 @@ from lab.serving import gpu
 from lab.serving.gpu_judge import LAYERS, QUANTISED, agreeing_on_ranks, write_small
 from lab.serving.gpu_pack import BINARY, FATBIN_MAGIC, HOPPER, keep_architecture
 from lab.serving.gpu_parts import PARTS
+from ladder_residual.distributed import call
 from ladder_residual.models.loading import load_model
 from ladder_residual.models.quantization.checkpoint import QuantizedCheckpoint, open_checkpoint
+from tests.forked import fork_command
 
 OWN = {"wiring": "own", "tp": 2, "transport": "nccl", "model": "llama-3.1-8b", "overlap": None}
 LADDER = OWN | {"wiring": "ladder"}
@@ -105,7 +107,8 @@ def test_every_part_has_its_place_in_the_tables() -> None:
     assert page.count("2 ranks, ") == sum(engine.tp > 1 for part in PARTS.values() if part.judge for engine in part.engines)
 
 
-def test_a_wiring_that_depends_on_the_ranks_is_judged_on_as_many(tmp_path: Path) -> None:
+def test_a_wiring_that_depends_on_the_ranks_is_judged_on_as_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(call.subprocess, "run", fork_command)
     write_small(tmp_path, "small")
     given = [[5, 6, 7, 8, 9], [10, 11, 12]]
     model = load_model(tmp_path / "small", wiring="ladder", dtype="float32")
