@@ -105,6 +105,7 @@ def run_engine(job: dict[str, Any]) -> dict[str, Any]:
         llm.llm_engine.engine_core.shutdown()
     return {
         "tokens": [list(answer.outputs[0].token_ids) for answer in answers],
+        "ends": [answer.outputs[0].finish_reason for answer in answers],
         "cached": [answer.num_cached_tokens for answer in answers],
         "preemptions": counters.get("vllm:num_preemptions"),
         "architectures": llm.llm_engine.vllm_config.model_config.architectures,

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+from collections.abc import Callable
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -106,6 +108,36 @@ def greedy(model: PreTrainedModel | Path, inputs: list[list[int]], new_tokens: i
         model = load_model(model)
     options = {"max_new_tokens": new_tokens, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     return [model.generate(torch.tensor([ids]), **options)[0, len(ids) :].tolist() for ids in inputs]
+
+
+def edited(directory: Path, checkpoint: Path, edit: Callable[[dict[str, torch.Tensor]], None]) -> Path:
+    """A copy with other weights."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(checkpoint, directory)
+    tensors = load_file(checkpoint / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+LOUD = 7  # the token that overflows
+
+
+def overflowing(directory: Path, checkpoint: Path) -> Path:
+    """After the token ``LOUD`` an MLP multiplies 800 by 800, which float16 cannot hold. No other token can tell."""
+
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        embedding[:, 0], embedding[LOUD], embedding[LOUD, 0] = 0, 0, 1000  # a channel of its own
+        for name, tensor in tensors.items():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                tensor[0] = 0
+        for name in ("gate_proj", "up_proj"):
+            tensor = tensors[f"model.layers.1.mlp.{name}.weight"]
+            tensor[0], tensor[0, 0] = 0, 100
+
+    return edited(directory, checkpoint, edit)
 
 
 LORA_RANK, LORA_ALPHA = 8, 16

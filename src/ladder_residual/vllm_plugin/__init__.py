@@ -31,6 +31,7 @@ def register() -> None:
     from ..models.families import FAMILIES
     from ..models.hf_config import class_name
     from .kv_stores import name_wirings_in_kv_stores
+    from .nonfinite import fail_requests_with_nans
     from .routing import route_configs
 
     known = ModelRegistry.get_supported_archs()
@@ -42,3 +43,4 @@ def register() -> None:
             ModelRegistry.register_model(architecture, f"{__name__}.models:{target}")
     route_configs()
     name_wirings_in_kv_stores()
+    fail_requests_with_nans()

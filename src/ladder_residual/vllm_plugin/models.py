@@ -25,12 +25,13 @@ from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
 from vllm.platforms import current_platform
 
 from ..models.families import FAMILIES, family_of
-from ..models.finite import NonFiniteError, is_finite
+from ..models.finite import NonFiniteError, fix_for, is_finite
 from . import SERVED_FAMILIES, UNSERVED
 from .checks import checked_wiring
 from .communicator import open_communicator
 from .inductor import keep_order_of_writes
 from .layer import Parts, rewire_layers
+from .nonfinite import as_nan, count_nans
 from .plan import OWN_FIRST, REDUCED, boundaries
 from .versions import note_in_compile_cache
 
@@ -58,8 +59,10 @@ class RewiredForCausalLM(nn.Module):
             if any(each.in_flight for each in plan):
                 communicator.choose_overlap(vllm_config)
                 note_in_compile_cache(vllm_config, "ladder_overlap", communicator.overlap.anywhere)
+        count_nans(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self.wiring = wiring
+        self.dtype, self.has_drafts = vllm_config.model_config.dtype, vllm_config.speculative_config is not None
         model: Any = self.model
         for index in range(model.start_layer, model.end_layer):
             self.prepare_layer(model.layers[index], index)
@@ -76,9 +79,13 @@ class RewiredForCausalLM(nn.Module):
         after = (family.attention_after, family.mlp_after) if family.post_norm else (None, None)  # else they are dropouts
         return Parts(self.mlp_name, family.mlp_norm, *after, family.multiplier, self.pairs)
 
+    def compute_logits(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        logits: Tensor | None = super().compute_logits(*args, **kwargs)  # type: ignore[misc]
+        return None if logits is None else as_nan(logits, self.has_drafts)
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         """As vLLM does; weights with NaN or infinities are refused by name."""
-        return super().load_weights(_finite(self._of_this_wiring(weights)))  # type: ignore[misc]
+        return super().load_weights(_finite(self._of_this_wiring(weights), self.dtype))  # type: ignore[misc]
 
     def _of_this_wiring(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """A parallel layer has one norm; a checkpoint that holds the other was made for another wiring."""
@@ -93,10 +100,15 @@ class RewiredForCausalLM(nn.Module):
             yield name, tensor
 
 
-def _finite(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def _finite(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """All of them, if they are finite as they are stored and as they are served; scales stay in the dtype they are stored in."""
     for name, tensor in weights:
-        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16) and not is_finite(tensor):
-            raise NonFiniteError(f"{name} holds NaN or infinite numbers: the checkpoint cannot be served")
+        if tensor.dtype in (torch.float32, torch.bfloat16, torch.float16):
+            if not is_finite(tensor):
+                raise NonFiniteError(f"{name} holds NaN or infinite numbers: the checkpoint cannot be served")
+            narrower = torch.finfo(dtype).max < torch.finfo(tensor.dtype).max and not name.endswith("scale")
+            if narrower and not is_finite(tensor.to(dtype)):
+                raise NonFiniteError(f"{name} cannot be served in {dtype}{fix_for(dtype)}")
         yield name, tensor
 
 

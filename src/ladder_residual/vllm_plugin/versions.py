@@ -7,6 +7,7 @@ experts are summed twice, or a pass rewrites all-reduces that are not there. So 
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Callable
@@ -19,6 +20,8 @@ logger = logging.getLogger("vllm.ladder_residual")  # below vllm, whose handlers
 
 # Sequence parallelism and AsyncTP (`pass_config.enable_sp`, `fuse_gemm_comms`) left vLLM with this release.
 WITHOUT_SEQUENCE_PARALLELISM = (0, 32)
+# From here on vLLM's first model runner, too, counts the NaN in logits without waiting for the GPU.
+COUNTS_WITHOUT_WAITING = (0, 28)
 
 
 def installed() -> str:
@@ -69,7 +72,8 @@ def wrap(owner: Any, name: str, wrapper: Callable[[Any], Any]) -> None:
     elif not getattr(function, "wrapped_by_ladder", False):
         wrapped: Any = functools.wraps(function)(wrapper(function))
         wrapped.wrapped_by_ladder = True
-        setattr(owner, name, staticmethod(wrapped) if isinstance(owner, type) else wrapped)
+        # A class method comes bound to its class; a method is bound when it is called.
+        setattr(owner, name, staticmethod(wrapped) if inspect.ismethod(function) else wrapped)
 
 
 def leave_unreduced(projection: Any) -> None:
@@ -97,6 +101,17 @@ def sequence_parallel_passes(vllm_config: Any) -> list[str]:
 def runs_two_batches(parallel_config: Any) -> bool:
     """Dual batch overlap, or batches split in another number of parts."""
     return checked(parallel_config, "use_ubatching")
+
+
+def counting_waits(vllm_config: Any) -> bool:
+    """Whether vLLM would wait for the GPU at every step to count the NaN in logits, where it does not wait otherwise."""
+    from vllm.platforms import current_platform
+
+    found = release()
+    if found is None or found >= COUNTS_WITHOUT_WAITING or current_platform.is_cpu():
+        return False
+    asynchronous = checked(vllm_config, "scheduler_config", "async_scheduling")
+    return bool(asynchronous) and not checked(vllm_config, "use_v2_model_runner")
 
 
 def second_nccl(group: Any) -> Callable[[Any], Any] | None:
