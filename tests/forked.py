@@ -31,12 +31,13 @@ def _program(module, words, files, folder, environment):
 class Program:
     """``python -m MODULE WORDS``, with what one needs of ``subprocess.Popen``. It leads a session."""
 
-    def __init__(self, *words, module="ladder_residual", cwd=".", env=None, input="", stdout=None):
+    def __init__(self, *words, module="ladder_residual", cwd="", env=None, input="", stdout=None):
         self._scratch = tempfile.TemporaryDirectory(prefix="forked-")
         self._files = [Path(self._scratch.name, name) for name in ("in", "out", "err")]
         self._files[1] = stdout or self._files[1]
         self._files[0].write_text(input)
-        given = (module, [str(word) for word in words], [str(file) for file in self._files], str(cwd), dict(env or os.environ))
+        files, words = [str(file) for file in self._files], [str(word) for word in words]
+        given = (module, words, files, os.path.abspath(cwd), dict(env or os.environ))
         self._process = CONTEXT.Process(target=_program, args=given)
         self._process.start()
         self.pid = self._process.pid

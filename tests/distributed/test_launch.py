@@ -2,24 +2,15 @@
 
 import json
 import re
-import subprocess
 import sys
 
 import pytest
 
-START = """
-import sys
-from ladder_residual.distributed import launch
-
-if sys.argv[1] == "execute":
-    launch.can_fork = lambda: False
-sys.exit(launch.launch(sys.argv[2:], 2, "tests.distributed.hello"))
-"""
+from tests.forked import run_program
 
 
 def start(how, *arguments):
-    words = [sys.executable, "-c", START, how, *arguments]
-    done = subprocess.run(words, input="a line\n", capture_output=True, text=True, timeout=120)
+    done = run_program(how, *arguments, module="tests.distributed.start_hello", input="a line\n")
     return done.returncode, dict(map(json.loads, done.stdout.splitlines())), done.stderr
 
 
