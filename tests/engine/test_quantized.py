@@ -44,7 +44,7 @@ def ops_of(batch: int):
     return gemv_ops() if batch == 1 else partial(SmallBatchOps, tiles=SmallBatchTiles(64, 1), pdl=PdlMode.OFF, kv_splits=2)
 
 
-# The kernel of batch 3 with a wider tile: one format of each kind of number shows it, the others take as long again.
+# The tile of batch 3, all of it used: two formats show that here, and the others take as long again.
 @interpreted
 @pytest.mark.parametrize(
     ("name", "batch"),
