@@ -156,3 +156,33 @@ def test_a_peer_that_resets_its_connection_as_it_joins_is_named(monkeypatch):
     monkeypatch.setattr(PeerSockets, "_add", add_late)
     with pytest.raises(PeerLost, match="rank 0 lost rank 1 as they connected"):
         PeerSockets(store, 0, 2, "127.0.0.1", 10.0)
+
+
+@pytest.mark.parametrize(
+    "left",
+    [
+        b"?",
+        b"\xff\xfe",
+        b"7",
+        b"[1, 2]",
+        b"[" * 100_000,
+        b'["127.0.0.1", 1, 5]',
+        b'["127.0.0.1", 1, "zz"]',
+        b'["127.0.0.1", "x", "00"]',
+    ],
+    ids=["text", "bytes", "number", "short", "deep", "secret", "hex", "port"],
+)
+def test_a_store_that_somebody_else_wrote_to_is_one_line(left):
+    """torchrun's store is open to whoever can reach its port."""
+    store = dist.HashStore()
+    store.set("ladder_residual/sockets/0", left)
+    with pytest.raises(PeerLost, match="rank 1 finds no address of rank 0 in the run's store"):
+        PeerSockets(store, 1, 2, "127.0.0.1", 1.0)
+
+
+@pytest.mark.parametrize("address", [("127.0.0.1", 1), ("127.0.0.1", 99_999), ("a\0b", 1), ("a" * 70, 1)])
+def test_an_address_that_leads_nowhere_is_one_line(address):
+    store = dist.HashStore()
+    store.set("ladder_residual/sockets/0", json.dumps([*address, "00"]))
+    with pytest.raises(PeerLost, match="rank 1 cannot reach rank 0 at"):
+        PeerSockets(store, 1, 2, "127.0.0.1", 1.0)

@@ -63,11 +63,16 @@ class PeerSockets:
             secret = secrets.token_bytes(_SECRET_BYTES)  # whoever connects must have read it in the store
             store.set(_key(rank), json.dumps([*server.getsockname()[:2], secret.hex()]))
             for peer in range(rank):
-                address, port, word = json.loads(store.get(_key(peer)))
+                try:
+                    address, port, word = _listening(store.get(_key(peer)))
+                except (TypeError, ValueError, RecursionError) as error:  # whoever reaches the store can write to it
+                    raise PeerLost(
+                        f"rank {rank} finds no address of rank {peer} in the run's store, but something else"
+                    ) from error
                 try:
                     connection = socket.create_connection((address, port), max(0.1, deadline - time.monotonic()))
-                    connection.sendall(bytes.fromhex(word) + rank.to_bytes(4, "big"))
-                except OSError as error:
+                    connection.sendall(word + rank.to_bytes(4, "big"))
+                except (OSError, ValueError, OverflowError) as error:
                     raise PeerLost(f"rank {rank} cannot reach rank {peer} at {address}:{port}: {error}") from error
                 self._add(peer, connection)
             for peer, connection in _greeted(server, secret, range(rank + 1, size), deadline):
@@ -193,6 +198,12 @@ def reachable_address(toward: str, port: int) -> str:
 
 def _key(rank: int) -> str:
     return f"ladder_residual/sockets/{rank}"
+
+
+def _listening(said: bytes) -> tuple[str, int, bytes]:
+    """Where a rank listens, and its secret."""
+    address, port, word = json.loads(said)
+    return str(address), int(port), bytes.fromhex(word)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
