@@ -74,6 +74,11 @@ def test_only_the_connector_sees_the_name() -> None:
 
 def test_stores_that_know_tokens_alone_are_refused() -> None:
     nested = served("ladder", "MultiConnector", connectors=[{"kv_connector": "HF3FSKVConnector"}])
-    for config in (served("ladder", "ExampleConnector"), nested):
+    inside = {
+        "kv_connector": "MultiConnector",
+        "kv_connector_extra_config": {"connectors": [{"kv_connector": "ExampleConnector"}]},
+    }
+    deeper = served("ladder", "MultiConnector", connectors=[{"kv_connector": "OffloadingConnector"}, inside])
+    for config in (served("ladder", "ExampleConnector"), served("ladder", "FlexKVConnectorV1"), nested, deeper):
         with pytest.raises(ValueError, match="by tokens alone"):
             created(config)

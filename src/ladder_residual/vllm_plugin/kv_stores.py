@@ -7,7 +7,7 @@ differ, so a connector is given a name that holds the wiring too.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from .routing import named_wiring
 from .versions import checked, wrap
 
 # These name entries by tokens alone, so nothing can keep those of two wirings apart.
-KEYED_BY_TOKENS = ("ExampleConnector", "HF3FSKVConnector")
+KEYED_BY_TOKENS = ("ExampleConnector", "FlexKVConnectorV1", "HF3FSKVConnector")
 
 
 def store_name(vllm_config: Any) -> str:
@@ -48,7 +48,8 @@ def with_store_name(vllm_config: Any) -> Any:
     name = store_name(vllm_config)
     if name == vllm_config.model_config.model:
         return vllm_config
-    for connector in _connectors(checked(vllm_config, "kv_transfer_config")):
+    transfer = checked(vllm_config, "kv_transfer_config")
+    for connector in _connectors(checked(transfer, "kv_connector"), checked(transfer, "kv_connector_extra_config")):
         if connector in KEYED_BY_TOKENS:
             raise ValueError(
                 f"{connector} names its entries by tokens alone and would mix those of several wirings: choose a KV connector that "
@@ -60,7 +61,8 @@ def with_store_name(vllm_config: Any) -> Any:
     return named
 
 
-def _connectors(kv_transfer_config: Any) -> Iterator[str]:
-    yield checked(kv_transfer_config, "kv_connector")
-    inner = (checked(kv_transfer_config, "kv_connector_extra_config") or {}).get("connectors", [])
-    yield from (each.get("kv_connector") for each in inner)
+def _connectors(connector: Any, extra: Mapping[str, Any] | None) -> Iterator[Any]:
+    """This one, and those inside: MultiConnector makes others, which may be of its kind."""
+    yield connector
+    for each in (extra or {}).get("connectors") or ():
+        yield from _connectors(each.get("kv_connector"), each.get("kv_connector_extra_config"))

@@ -55,9 +55,9 @@ def named_wiring(fields: Mapping[str, Any]) -> Wiring | None:
     if str(fields.get("model_type", "")).removeprefix(PREFIX) in FAMILIES:
         named = any(fields.get(key) is not None for key in (CONFIG_KEY, AUTHORS_KEY))
         return Wiring.from_config(fields, layers) if named else None
-    # Some other model may have a field of this name for itself; ours is a spec string that parses.
+    # Some other model may have a field of this name for itself; ours says something that parses.
     try:
-        wiring = Wiring.parse(fields.get(CONFIG_KEY, "standard"), layers)
+        wiring = Wiring.from_config(fields, layers)
     except ValueError:
         return None
     return None if wiring.kind == "standard" else wiring
@@ -65,7 +65,8 @@ def named_wiring(fields: Mapping[str, Any]) -> Wiring | None:
 
 def _wirings_of_parts(fields: Mapping[str, Any]) -> Iterator[tuple[str, Wiring]]:
     """Wirings other than standard inside ``text_config`` and the like, where only models of several parts look."""
-    for name, part in fields.items():
+    listed = [(name, part) for name, parts in fields.items() if isinstance(parts, list | tuple) for part in parts]
+    for name, part in [*fields.items(), *listed]:
         if isinstance(part, Mapping):
             wiring = named_wiring(part)
             if wiring is not None and wiring.kind != "standard":
