@@ -37,12 +37,13 @@ def quantised(stem: str, result: dict[str, Any]) -> str:
     tokens = result["rows"] * result["sequence"]
     reading = (
         f"{tokens:,} tokens of WikiText-2 in rows of {result['sequence']}; weights are dequantised, and all is computed in float32. "
-        "fp8 is that of `ladder convert --quantize fp8`, int4 is rounded to nearest; the checkpoint itself was made from published "
-        "4-bit weights. Rises are paired, with their standard error."
+        "`ladder convert --quantize` rounds to the nearest number; *refit* adds `--refit TEXT`, here "
+        f"{result['calibration_tokens']:,} tokens of other books, arithmetic and WikiText-2's validation split. The checkpoint itself was "
+        "made from published 4-bit weights. Rises are paired, with their standard error."
     )
     rows = [
         [
-            result["weights"][name],
+            result["weights"][name] + (", refit" if name.endswith(" refit") else ""),
             f"{result['weight_error_percent'][name]:.1f} %",
             f"{found['perplexity']:.2f}",
             f"{found['rise_percent']:+.2f} ± {found['rise_percent_stderr']:.2f} %" if name != "bf16" else "",
@@ -50,5 +51,5 @@ def quantised(stem: str, result: dict[str, Any]) -> str:
         for name, found in result["results"].items()
     ]
     body = table(["weights", "error of the weights", "perplexity", "rise"], rows) + f"\n{conditions(result)}"
-    command = f"python -m lab.runs.quantised_perplexity {result['model']} {result['text']} --rows {result['rows']}"
+    command = f"python -m lab.runs.quantised_perplexity {result['model']} TEXTS --rows {result['rows']}"
     return section("SmolLM2, quantised weights", reading, body, command=command)

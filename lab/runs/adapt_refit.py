@@ -50,16 +50,11 @@ def main() -> None:
     encoder = Encoder(tokenizer, len(tokenizer))
     counts = [int(text) for text in arguments.tokens.split(",")]
     with tempfile.TemporaryDirectory() as scratch:
-        mixed = Path(scratch, "mixed.jsonl")
-        mixed.write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in itertools.islice(passages(arguments.texts), 2000))
-        )
+        mixed = write_mixed(arguments.texts, Path(scratch))
         rows = torch.from_numpy(full_rows(str(mixed), encoder, SEQUENCE, max(counts) // SEQUENCE, max(counts) // SEQUENCE))
-        checks = {}
-        for name, file in CHECKS.items():
-            plain = Path(scratch, f"{name}.txt")
-            plain.write_bytes(lzma.decompress((arguments.texts / file).read_bytes())[:400_000])
-            checks[name] = torch.from_numpy(full_rows(str(plain), encoder, SEQUENCE, CHECK_ROWS, CHECK_ROWS))
+        checks = {
+            name: rows_of(arguments.texts / file, encoder, SEQUENCE, CHECK_ROWS, Path(scratch)) for name, file in CHECKS.items()
+        }
     result: dict[str, Any] = {"benchmark": "refit", "model": "SmolLM2-135M-Instruct (4-bit weights)", "rows": []}
     result |= {"calibration": "books, GSM8K, WikiText-2 validation", "check_tokens": CHECK_ROWS * SEQUENCE} | environment()
     for spec, count in itertools.product(arguments.wirings.split(";"), counts):
@@ -67,6 +62,20 @@ def main() -> None:
         print(json.dumps(result["rows"][-1]), flush=True)
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
         arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def rows_of(file: Path, encoder: Encoder, sequence: int, count: int, scratch: Path) -> torch.Tensor:
+    """The first rows of a packed text."""
+    plain = scratch / f"{file.name}.txt"
+    plain.write_bytes(lzma.decompress(file.read_bytes())[:1_000_000])
+    return torch.from_numpy(full_rows(str(plain), encoder, sequence, count, count))
+
+
+def write_mixed(texts: Path, folder: Path) -> Path:
+    """The text to calibrate on."""
+    mixed = folder / "mixed.jsonl"
+    mixed.write_text("".join(json.dumps({"text": text}) + "\n" for text in itertools.islice(passages(texts), 2000)))
+    return mixed
 
 
 def passages(texts: Path) -> Iterator[str]:

@@ -9,10 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
+from ladder_residual.adapt import least_squares
 from ladder_residual.adapt import refit as refit_module
 from ladder_residual.adapt.auto import full_rows
+from ladder_residual.adapt.least_squares import Regression, ridge_regression
 from ladder_residual.adapt.probe import Probe
-from ladder_residual.adapt.refit import Refit, Regression, ridge_regression
+from ladder_residual.adapt.refit import Refit
 from ladder_residual.adapt.refit_checkpoint import CHECK_ROWS, RefitResult, mean_loss, refit
 from ladder_residual.cli.main import app
 from ladder_residual.core.config import Wiring
@@ -24,7 +26,7 @@ from ladder_residual.models.loading import load_model
 from tests.tiny_models import tiny_model
 
 
-def least_squares(x, y, prior, ridge):
+def by_qr(x, y, prior, ridge):
     """W for |W x - y|^2 + r |W - prior|^2 by QR on the stacked system."""
     root = (ridge * float((x.T @ x).diagonal().mean())) ** 0.5
     left = torch.cat([x, root * torch.eye(x.shape[1], dtype=x.dtype)])
@@ -35,11 +37,11 @@ def test_sums_over_batches_solve_the_least_squares_problem(monkeypatch):
     torch.manual_seed(0)
     x, prior = torch.randn(48, 7).double(), torch.randn(3, 7).double()
     y = x @ torch.randn(7, 3).double()
-    monkeypatch.setattr(refit_module, "RIDGES", (0.05,))
+    monkeypatch.setattr(least_squares, "RIDGES", (0.05,))
     sums = Regression()
     for part in range(0, 48, 20):  # batches of unequal length
         sums.add(x[part : part + 20], y[part : part + 20])
-    assert torch.allclose(sums.solve(prior, "here"), least_squares(x, y, prior, 0.05), atol=1e-5)
+    assert torch.allclose(sums.solve(prior, "here"), by_qr(x, y, prior, 0.05), atol=1e-5)
 
 
 @pytest.mark.parametrize(("noise", "least", "most"), [(0.0, 0.0, 0.003), (3.0, 0.03, 1.0)])
@@ -48,7 +50,7 @@ def test_the_ridge_is_chosen_on_rows_held_out(noise, least, most, monkeypatch):
     torch.manual_seed(0)
     rule, prior = torch.randn(4, 20).double(), torch.zeros(4, 20)
     sums, chosen = Regression(), []
-    monkeypatch.setattr(refit_module, "ridge_regression", lambda *sums: chosen.append(sums[-1]) or ridge_regression(*sums))
+    monkeypatch.setattr(least_squares, "ridge_regression", lambda *sums: chosen.append(sums[-1]) or ridge_regression(*sums))
     for _ in range(5):
         x = torch.randn(8, 20).double()
         sums.add(x, x @ rule.T + noise * torch.randn(8, 4).double())
@@ -68,7 +70,7 @@ def test_weights_that_cannot_be_improved_stay():
 def test_a_ridge_that_leaves_singular_sums_is_raised(monkeypatch):
     """Two inputs that are always alike, with a ridge too small for the precision of the sums."""
     torch.manual_seed(0)
-    monkeypatch.setattr(refit_module, "RIDGES", (1e-30,))
+    monkeypatch.setattr(least_squares, "RIDGES", (1e-30,))
     x, prior = torch.randn(16, 30).double(), torch.zeros(3, 12)
     x = torch.cat([x[:, :6], x[:, :6]], 1)
     sums = Regression()
@@ -142,7 +144,7 @@ def seen_by(model, part, rows):
 def test_the_first_converted_module_is_fitted_by_least_squares(family, monkeypatch):
     """Below nothing has changed, so what both models read there is known without the walk. The rows that are held out are among the
     others, or nothing would be gained: o_proj suits what the fitted q, k and v give it as well as the tokens tell."""
-    monkeypatch.setattr(refit_module, "RIDGES", (0.01,))
+    monkeypatch.setattr(least_squares, "RIDGES", (0.01,))
     rows, wiring, first = rows_of(16, vocabulary=96).repeat_interleave(4, 0), "ladder:2-3", 2
     model = tiny_model(family)
     converted = refit_module.rewire(copy.deepcopy(model), wiring)
@@ -152,13 +154,15 @@ def test_the_first_converted_module_is_fitted_by_least_squares(family, monkeypat
     original, attention = (each.base_model.layers[first].self_attn for each in (model, converted))
     for part in ("q_proj", "k_proj", "v_proj"):
         plain = getattr(original, part).weight.detach().double()
-        expected = least_squares(norms[1], norms[0] @ plain.T, plain, 0.01)
+        expected = by_qr(norms[1], norms[0] @ plain.T, plain, 0.01)
         found = changed[f"model.layers.{first}.self_attn.{part}.weight"]
         assert torch.allclose(found.double(), expected, atol=1e-4)
         getattr(attention, part).weight.data.copy_(found)
     plain = original.o_proj.weight.detach().double()
     wanted = seen_by(model, "self_attn.o_proj", rows)[first][0] @ plain.T
-    expected = least_squares(seen_by(converted, "self_attn.o_proj", rows)[first][0], wanted, plain, 0.01)
+    stream = seen_by(model, "post_attention_layernorm", rows)[first][0]
+    relative = stream.square().mean(-1, keepdim=True).rsqrt()  # errors count relative to the stream they end up in
+    expected = by_qr(seen_by(converted, "self_attn.o_proj", rows)[first][0] * relative, wanted * relative, plain, 0.01)
     found = changed[f"model.layers.{first}.self_attn.o_proj.weight"]
     assert torch.allclose(found.double(), expected, atol=1e-4)
     assert not torch.allclose(expected, plain, atol=5e-3)
@@ -262,9 +266,11 @@ def test_weights_are_found_under_the_names_they_are_stored_by(ground, tmp_path):
     assert not (tmp_path / "more").exists()
 
 
-def test_a_refit_that_does_not_help_says_so():
+def test_a_refit_that_does_not_help_says_so(done):
     said = []
-    RefitResult(None, 2048, original=2.0, converted=1.9, refitted=2.1, projections=3, singular=2).describe(said.append)
+    RefitResult(done[0].conversion, 2048, original=2.0, converted=1.9, refitted=2.1, projections=3, singular=2).describe(
+        said.append
+    )
     assert "does not help here" in said[-1]
     assert "what 2 modules read on this text is singular" in said[-2]
     assert "gap" not in "".join(said)
@@ -301,13 +307,11 @@ def test_what_cannot_be_refitted_is_refused(wiring, more, message, ground, tmp_p
     assert not (tmp_path / "out").exists()
 
 
-def test_quantised_weights_and_two_changes_at_once_are_refused(ground, tmp_path):
+def test_quantised_weights_and_options_without_a_text_are_refused(ground, tmp_path):
     convert(ground / "original", tmp_path / "fp8", quantize="fp8")
     with pytest.raises(ValueError, match="quantised"):
         refit(tmp_path / "fp8", tmp_path / "out", "ladder", ground / "train.txt", device="cpu")
-    text = ["--refit", str(ground / "train.txt")]
     for options, message in (
-        ([*text, "--wiring", "ladder", "--quantize", "fp8"], "refit first, then quantise"),
         (["--wiring", "ladder", "--refit-tokens", "9"], "--refit-tokens 9 belongs to --refit"),
         (["--wiring", "ladder", "--refit", "nowhere.txt"], "--refit nowhere.txt: no such file"),
     ):

@@ -8,15 +8,16 @@ output projection:
     outputs (o, down)             W' minimises |W' z_converted - (original stream after the module - converted one before it)|^2
 
 each with a ridge towards W, which is chosen on rows that are held out. The output projections also take up what the layers below
-got wrong. Only sums over the tokens are kept, and only of the module at hand: of n(x)^T n(x) and n(x_original)^T n(x) for all inputs
-of a module, as W' = W M with the same M.
+got wrong. Their errors count relative to the stream, as the next norm reads them: a first token, whose stream is a hundred times as
+large as the others', would decide alone. Only sums over the tokens are kept, and only of the module at hand: of n(x)^T n(x) and
+n(x_original)^T n(x) for all inputs of a module, as W' = W M with the same M.
+With a format, each projection is rounded to it before the walk goes on: what is lost there the next ones make up for.
 Tensor-parallel ranks share the tokens: their sums are all-reduced, and what enters an output projection is gathered first.
 """
 
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -30,99 +31,40 @@ from ..core.config import Wiring
 from ..core.reduce import Reducer
 from ..core.wiring import Branch, State, finalize, step
 from ..models.families import family_of
-from ..models.finite import NonFiniteError, cast_finite
+from ..models.finite import cast_finite
 from ..models.hf import decoder_layers, rewire
+from ..models.quantization.rounding import Format, Rounded
+from .least_squares import LOCAL, Regression
 from .probe import inputs_of_layers
 
-RIDGES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # of the mean of the diagonal of x^T x
 BATCH = 8  # rows
-HELD_OUT = 4  # of so many rows one
-LOCAL = Reducer()  # of what is reduced already
 
-Found = dict[str, Tensor]  # of a layer: its output projections by name, and ``MODULE.inputs``, the M of its input projections
-
-
-class Sums:
-    """Over tokens, of x^T x and y^T x: what least squares needs of a text of any length."""
-
-    def __init__(self) -> None:
-        self.gram: Any = 0.0
-        self.cross: Any = 0.0
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        x, y = x.reshape(-1, x.shape[-1]).float(), y.reshape(-1, y.shape[-1]).float()
-        self.gram = self.gram + (x.T @ x).double()
-        self.cross = self.cross + (y.T @ x).double()
-
-
-class Regression:
-    """W that minimises |W x - y|^2 + r |W - prior|^2. Of RIDGES that r is taken whose W is best on rows that were held out; if W stays
-    better as it is, it stays."""
-
-    def __init__(self, reducer: Reducer = LOCAL) -> None:
-        self.fit, self.held_out = Sums(), Sums()
-        self.reducer = reducer
-        self.singular = False  # whether a ridge had to be raised
-
-    def add(self, x: Tensor, y: Tensor) -> None:
-        """A batch of rows; batches have a multiple of HELD_OUT, but for the last. Ranks share the tokens."""
-        held_out = torch.arange(len(x), device=x.device) % HELD_OUT == HELD_OUT - 1
-        own = slice(self.reducer.rank, None, self.reducer.size)
-        self.fit.add(x[~held_out, own], y[~held_out, own])
-        self.held_out.add(x[held_out, own], y[held_out, own])
-
-    def solve(self, prior: Tensor, where: str) -> Tensor | None:
-        """None: it stays. ``where``: the module that asks, for an error."""
-        prior = prior.double()
-        for sums in (self.fit, self.held_out):
-            sums.gram, sums.cross = (self.reducer.start(part).wait() for part in (sums.gram, sums.cross))
-        gram, cross = self.held_out.gram, self.held_out.cross
-        mean = float((self.fit.gram + gram).diagonal().mean())
-        if not math.isfinite(mean):
-            raise NonFiniteError(f"{where}: what it reads on the calibration text is NaN or infinite")
-        if mean == 0:
-            return None
-
-        def error(weight: Tensor) -> float:  # up to a constant
-            return float(((weight @ gram - 2 * cross) * weight).sum())
-
-        errors = [error(prior), *(error(self._ridge(self.fit.gram, self.fit.cross, prior, ridge)) for ridge in RIDGES)]
-        # Rank 0 chooses for all: unlike processors may round a near tie apart.
-        choice = torch.tensor(float(errors.index(min(errors)) if self.reducer.rank == 0 else 0))
-        best = int(self.reducer.start(choice).wait())
-        return self._ridge(self.fit.gram + gram, self.fit.cross + cross, prior, RIDGES[best - 1]) if best else None
-
-    def _ridge(self, gram: Tensor, cross: Tensor, prior: Tensor, ridge: float) -> Tensor:
-        weight, raised = ridge_regression(gram, cross, prior, ridge)
-        self.singular |= raised
-        return weight
-
-
-def ridge_regression(gram: Tensor, cross: Tensor, prior: Tensor, ridge: float) -> tuple[Tensor, bool]:
-    """W, and whether the ridge had to be raised because rounding leaves no positive definite matrix with this one."""
-    penalty = ridge * float(gram.diagonal().mean())
-    eye = torch.eye(len(gram), dtype=gram.dtype, device=gram.device)
-    factor, failed = torch.linalg.cholesky_ex(gram + penalty * eye)
-    raised = bool(failed)
-    while failed:
-        penalty *= 10
-        factor, failed = torch.linalg.cholesky_ex(gram + penalty * eye)
-    return torch.cholesky_solve((cross + penalty * prior).T, factor).T, raised
+# Of a layer: its output projections by name, and ``MODULE.inputs``, the M of its input projections. With a format: of each projection
+# NAME its numbers, and its scales as ``NAME.scales``.
+Found = dict[str, Tensor]
 
 
 class Refit:
     """Walks the layers of ``model``, a standard model (or one rank's shards) whose weights become those of ``wiring``, as ``dtype``
-    can hold them."""
+    can hold them, or rounded to a ``format`` (then by one process)."""
 
     @torch.no_grad()
     def __init__(
-        self, model: PreTrainedModel, wiring: Wiring, rows: Tensor, dtype: torch.dtype = torch.float32, *, outputs: bool = True
+        self,
+        model: PreTrainedModel,
+        wiring: Wiring,
+        rows: Tensor,
+        dtype: torch.dtype = torch.float32,
+        *,
+        outputs: bool = True,
+        format: Format | None = None,
     ) -> None:
         self.family = family_of(model.config.to_dict())
         rewire(model, "standard")
         check_untied(model)
         self.model, self.wiring, self.layers, self.dtype = model, wiring, decoder_layers(model), dtype
-        self.standard = Wiring.parse("standard", wiring.num_layers)
+        self.standard, self.format = Wiring.parse("standard", wiring.num_layers), format
+        self.first = 0 if format else wiring.layers[0]  # below, both models are the same
         self.outputs = outputs and not self.family.post_norm  # behind a norm the output is no linear function of W
         self.reducer: Reducer = self.layers[0].reducer  # type: ignore[assignment]
         self.names = {module: name for name, module in model.named_modules()}
@@ -146,12 +88,15 @@ class Refit:
             advance()
         return {name: self.model.get_parameter(name).detach() for name in self.changed}
 
-    def whole(self, kept: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    def whole(self, kept: Any, read: Callable[[str], Tensor]) -> dict[str, Tensor | Rounded]:
         """What has changed, not only this rank's shards, after ``run``, on rank 0; ``read`` gives an original weight."""
-        found, whole = lru_cache(1)(kept.get), {}  # all ranks ask for a layer, one after the other
+        found = lru_cache(1)(kept.get)  # all ranks ask for a layer, one after the other
+        whole: dict[str, Tensor | Rounded] = {}
         for name, (layer, key) in self.changed.items():
             new = found(layer)[key]
-            if self.reducer.rank == 0:
+            if self.format is not None:
+                whole[name] = Rounded(new, found(layer)[f"{name}.scales"])
+            elif self.reducer.rank == 0:
                 whole[name] = new if name == key else mapped(read(name), new).to(self.dtype)
         return whole
 
@@ -161,7 +106,8 @@ class Refit:
         whole, found = self.wiring, list[nn.Module]()
         for index, layer in enumerate(self.layers):
             before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
-            self.wiring, self.converted = Wiring(whole.kind, (index,), whole.num_layers), list(self.original)
+            self.wiring, self.first = Wiring(whole.kind, (index,), whole.num_layers), index
+            self.converted = list(self.original)
             self._layer(index, {})
             found.append(copy.deepcopy(layer))
             layer.load_state_dict(before)
@@ -170,7 +116,7 @@ class Refit:
         return found
 
     def _layer(self, index: int, kept: Any) -> None:
-        if index < self.wiring.layers[0]:  # both models are the same so far
+        if index < self.first:
             for is_mlp in (False, True):
                 self.original = self.converted = [
                     self._next(self.standard, index, is_mlp, batch, state) for batch, state in enumerate(self.original)
@@ -187,7 +133,7 @@ class Refit:
         family, layer = self.family, self.layers[index]
         normed, name = (family.mlp_norm, family.mlp) if is_mlp else (family.attention_norm, family.attention)
         module, norm = getattr(layer, name), getattr(layer, normed) if normed else None
-        inputs, readers, key = Regression(self.reducer), list[nn.Linear](), f"{self.names[module]}.inputs"
+        inputs, readers = Regression(self.reducer), list[nn.Linear]()
         before, self.original = self.original, []
         for batch, state in enumerate(before):
             with linear_calls(module) as calls:
@@ -200,20 +146,27 @@ class Refit:
                 inputs.add(self._read(self.wiring, index, self.converted[batch], norm), x_original)
         output = calls[-1][0]
         if fit:
-            eye = torch.eye(x_original.shape[-1], device=x_original.device)
-            self._keep(found, key, inputs, eye, torch.float32)
-        if key in found:
-            for linear in readers:
-                self._change(linear, mapped(linear.weight, found[key]), index, key)
-        key = f"{self.names[output]}.weight"
-        if fit and self.outputs:
-            self._outputs(index, is_mlp, module, found, key)
-        if key in found:
-            width = output.weight.shape[1]  # of this rank's shard
-            self._change(output, found[key][:, self.reducer.rank * width :][:, :width], index, key)
+            self._inputs(module, readers, inputs, found)
+        for linear in readers:
+            self._change(linear, f"{self.names[module]}.inputs", index, found)
+        if fit:
+            self._outputs(index, is_mlp, module, found)
+        self._change(output, f"{self.names[output]}.weight", index, found)
         self.converted = [self._next(self.wiring, index, is_mlp, batch, state) for batch, state in enumerate(self.converted)]
 
-    def _outputs(self, index: int, is_mlp: bool, module: nn.Module, found: Found, key: str) -> None:
+    def _inputs(self, module: nn.Module, readers: list[nn.Linear], inputs: Regression, found: Found) -> None:
+        key = f"{self.names[module]}.inputs"
+        map_inputs = self._solve(inputs, key, torch.eye(self.model.config.hidden_size, device=self.model.device))
+        if self.format is not None:
+            for linear in readers:
+                weight = linear.weight if map_inputs is None else mapped(linear.weight, map_inputs)
+                self._round(self.format, linear, weight, inputs, found)
+        elif map_inputs is not None:
+            found[key] = cast_finite(key, map_inputs, torch.float32)
+
+    def _outputs(self, index: int, is_mlp: bool, module: nn.Module, found: Found) -> None:
+        if not self.outputs and self.format is None:
+            return
         outputs = Regression(self.reducer)
         layer: Any = self.layers[index]
         scale = getattr(layer, self.family.multiplier) if self.family.multiplier else 1.0
@@ -221,20 +174,41 @@ class Refit:
             with linear_calls(module) as calls:
                 self._next(self.wiring, index, is_mlp, batch, state)
             linear, z = calls[-1]
-            missing = finalize(self.original[batch], LOCAL) - finalize(state, LOCAL)
-            outputs.add(self.reducer.gather(z), missing / scale - (0 if linear.bias is None else linear.bias))
-        self._keep(found, key, outputs, self.reducer.gather(linear.weight.detach()), self.dtype)
+            after = finalize(self.original[batch], LOCAL)
+            missing = (after - finalize(state, LOCAL)) / scale - (0 if linear.bias is None else linear.bias)
+            relative = after.float().square().mean(-1, keepdim=True).clamp_min(1e-12).rsqrt()
+            outputs.add(self.reducer.gather(z) * relative, missing * relative)
+        key, prior = f"{self.names[linear]}.weight", self.reducer.gather(linear.weight.detach())
+        weight = self._solve(outputs, key, prior) if self.outputs else None
+        if self.format is not None:
+            self._round(self.format, linear, prior if weight is None else weight, outputs, found)
+        elif weight is not None:
+            found[key] = cast_finite(key, weight, self.dtype)
 
-    def _keep(self, found: Found, key: str, regression: Regression, prior: Tensor, dtype: torch.dtype) -> None:
+    def _solve(self, regression: Regression, key: str, prior: Tensor) -> Tensor | None:
         weight = regression.solve(prior, key.rpartition(".")[0])
         if regression.singular:
             self.singular.append(key)
-        if weight is not None:
-            found[key] = cast_finite(key, weight, dtype)
+        return weight
 
-    def _change(self, linear: nn.Linear, weight: Tensor, index: int, key: str) -> None:
+    def _round(self, format: Format, linear: nn.Linear, weight: Tensor, reads: Regression, found: Found) -> None:
         name = f"{self.names[linear]}.weight"
-        linear.weight.copy_(cast_finite(name, weight, self.dtype))
+        rounded = format.round(name, weight, self.dtype, reads.gram)
+        found[name], found[f"{name}.scales"] = rounded.numbers.to(torch.bfloat16), rounded.scales  # which holds any of them
+
+    def _change(self, linear: nn.Linear, key: str, index: int, found: Found) -> None:
+        """``linear`` gets what was found for it, if anything was."""
+        name = f"{self.names[linear]}.weight"
+        if self.format is not None:
+            key, weight = name, Rounded(found[name], found[f"{name}.scales"]).weight()
+        elif key not in found:
+            return
+        elif key == name:
+            width = linear.weight.shape[1]  # of this rank's shard
+            weight = cast_finite(name, found[key][:, self.reducer.rank * width :][:, :width], self.dtype)
+        else:
+            weight = cast_finite(name, mapped(linear.weight, found[key]), self.dtype)
+        linear.weight.copy_(weight)
         self.changed[name] = (index, key)
 
     def _next(self, wiring: Wiring, index: int, is_mlp: bool, batch: int, state: State) -> State:

@@ -1,4 +1,5 @@
-"""``refit`` of the Python API, and ``ladder convert SRC DST --wiring W --refit TEXT``: rewire a checkpoint, refit its projections."""
+"""``refit`` of the Python API, and ``ladder convert SRC DST --wiring W --refit TEXT``: rewire a checkpoint, refit its projections, and
+round them if they are to be quantised."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from ..core.config import Wiring
 from ..models.convert import Conversion, check_target, convert
 from ..models.families import check_wiring
 from ..models.preflight import CheckedSource, check_source
+from ..models.quantization.write import checked_format
 from .auto import Phases, full_rows
 from .outcome import gap_closed
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from ..distributed.world import World
+    from ..models.quantization.rounding import Format
 
 SEQUENCE = 512
 CHECK_ROWS = 8  # of the text, held out
@@ -45,23 +48,33 @@ class RefitResult:
         return gap_closed(self.converted, self.refitted, self.original)
 
     def describe(self, write: Callable[[str], None]) -> None:
-        write(f"refitted {self.projections} projections on {self.tokens:,} tokens")
+        to = f" and rounded them to {self.conversion.format}" if self.conversion.format else ""
+        write(f"refitted {self.projections} projections on {self.tokens:,} tokens{to}")
+        standard = self.conversion.after.kind == "standard"
         closed = "" if self.gap_closed is None else f", {self.gap_closed:.0f} % of the gap closed"
         write(
-            f"loss     {self.original:.3f} original, {self.converted:.3f} converted, {self.refitted:.3f} refitted "
-            f"(held-out rows of the text{closed})"
+            f"loss     {self.original:.3f} original, "
+            + (
+                f"{self.refitted:.3f} quantised"
+                if standard
+                else f"{self.converted:.3f} converted, {self.refitted:.3f} refitted"
+            )
+            + f" (held-out rows of the text{closed})"
         )
         if self.singular:
             write(
                 f"         what {self.singular} modules read on this text is singular: their ridge was raised; more text, or of "
                 f"more kinds, is the cure"
             )
-        if self.refitted >= self.converted:
+        if self.refitted >= self.converted and not standard:
             write("         the refit does not help here: give more text, of the kind the model is for")
 
 
-def check_refit(source: str | Path, target: str | Path, wiring: str | Wiring, overwrite: bool) -> tuple[CheckedSource, Wiring]:
+def check_refit(
+    source: str | Path, target: str | Path, wiring: str | Wiring | None, overwrite: bool, quantize: str | None = None
+) -> tuple[CheckedSource, Wiring, Format | None]:
     """ValueError before torch is imported."""
+    wiring = "standard" if wiring is None else wiring
     found = check_source(source)
     if found.wiring.kind != "standard":
         raise ValueError(
@@ -69,7 +82,11 @@ def check_refit(source: str | Path, target: str | Path, wiring: str | Wiring, ov
         )
     after = Wiring.parse(wiring.spec if isinstance(wiring, Wiring) else wiring, found.wiring.num_layers)
     check_wiring(found.family, after)
-    if after.kind != "ladder":
+    if after.kind == "standard" and quantize is None:
+        raise ValueError(
+            "--refit changes nothing in a standard model: give --wiring ladder ..., --quantize fp8 or int4, or both"
+        )
+    if after.kind not in ("ladder", "standard"):
         raise ValueError(
             f"--refit is for ladder, whose modules read a stream that the original has too; {after.spec} is recovered with ladder adapt"
         )
@@ -81,8 +98,9 @@ def check_refit(source: str | Path, target: str | Path, wiring: str | Wiring, ov
         )
     if experts := found.fields.get("num_experts") or found.fields.get("num_local_experts"):
         raise ValueError(f"--refit has no rule for {experts} experts that see a part of the tokens each: use ladder adapt")
+    format = checked_format(found, quantize) if quantize is not None else None
     check_target(source, target, overwrite)
-    return found, after
+    return found, after, format
 
 
 def calibration(found: CheckedSource, text: str | Path, tokens: int | None, world: World) -> tuple[Tensor, Tensor]:
@@ -92,7 +110,7 @@ def calibration(found: CheckedSource, text: str | Path, tokens: int | None, worl
     from ..data.encoder import Encoder
     from ..data.tokenizer import read_tokenizer
     from ..models.loading import meta_model
-    from .refit import HELD_OUT
+    from .least_squares import HELD_OUT
 
     encoder = Encoder(read_tokenizer(str(found.checkpoint.directory)), int(found.fields["vocab_size"]))
     sequence = min(SEQUENCE, int(found.fields.get("max_position_embeddings") or SEQUENCE))
@@ -117,9 +135,10 @@ def calibration(found: CheckedSource, text: str | Path, tokens: int | None, worl
 def refit(
     source: str | Path,
     target: str | Path,
-    wiring: str | Wiring,
+    wiring: str | Wiring | None,
     text: str | Path,
     *,
+    quantize: str | None = None,
     tokens: int | None = None,
     device: str = "auto",
     overwrite: bool = False,
@@ -131,14 +150,18 @@ def refit(
     the original's give, and its output projections to bring the stream back to the original's. It takes minutes on a CPU for 135M
     parameters. The model and its activations on the text (a few numbers per token and hidden unit) must fit in memory.
 
+    With ``quantize`` each projection is then rounded column by column, so that the columns and layers after it make up for what is
+    lost (GPTQ). Far less is lost than by rounding to the nearest number.
+
     Runs in this process, or on the tensor-parallel ranks that torchrun started. Finished layers are kept in ``TARGET.refit`` until the
     checkpoint is written: called again, an interrupted refit goes on with the next layer.
 
     Args:
         source: Checkpoint directory or hub id of the original, unconverted model.
         target: Directory to write. It appears whole or not at all.
-        wiring: ``"ladder"``, ``"ladder:last-half"``, ``"ladder:16-31"`` ...
+        wiring: ``"ladder"``, ``"ladder:last-half"``, ``"ladder:16-31"`` ...; None with ``quantize``: it stays standard.
         text: File to fit on: ``.txt``, ``.jsonl``, a corpus directory, or a hub dataset ``owner/name``.
+        quantize: ``"fp8"`` or ``"int4"``, as ``convert`` writes them; by one process.
         tokens: Tokens of ``text`` to use. Default: 30720 on a CPU, 262144 on a GPU.
         device: ``"auto"``, ``"cpu"`` or ``"cuda"``.
         overwrite: Replace a checkpoint that is there.
@@ -152,7 +175,7 @@ def refit(
         >>> result.original < result.refitted < result.converted
         True
     """
-    found, after = check_refit(source, target, wiring, overwrite)
+    found, after, format = check_refit(source, target, wiring, overwrite, quantize)
     import torch
 
     from ..common.version import __version__
@@ -166,6 +189,8 @@ def refit(
 
     folder = Path(target).resolve().with_name(f"{Path(target).resolve().name}.refit")
     with distributed(device) as world, ExitStack() as held:
+        if format is not None and world.size > 1:
+            raise ValueError(f"--quantize with --refit takes one process, and {world.size} were started: leave out --tp")
         log = log if world.is_main else (lambda line: None)
         rows, check = calibration(found, text, tokens, world)
         digest = hashlib.sha256(rows.numpy().tobytes()).hexdigest()
@@ -174,16 +199,21 @@ def refit(
         config = json.dumps(found.fields, sort_keys=True, default=str)
         weights = f"{found.checkpoint.digest()} {hashlib.sha256(config.encode()).hexdigest()}"
         about = {"checkpoint": weights, "dtype": found.dtype, "wiring": after.spec, "text": digest, "ranks": world.size}
+        about["format"] = format and format.describe()
         layers = LayerStore(folder, about | {"version": __version__}, world, log)
         model: Any = load_model(source, world, dtype="fp32")
         original, converted = (mean_loss(model, spec, check) for spec in ("standard", after.spec))
         with (Phases(1) if world.is_main else silent)("refit", after.num_layers) as bar:
-            fitted = Refit(model, after, rows, getattr(torch, found.dtype))
+            fitted = Refit(model, after, rows, getattr(torch, found.dtype), format=format)
             fitted.run(layers, bar.update)
         refitted = mean_loss(model, after.spec, check)
         whole = fitted.whole(layers, lambda name: found.checkpoint.read(stored_tensors(found.checkpoint, name, ())[0][0]))
         conversion: Any = world.main_first(
-            lambda: convert(source, target, after, overwrite=overwrite, refitted=whole) if world.is_main else None
+            lambda: (
+                convert(source, target, after, overwrite=overwrite, quantize=quantize, refitted=whole)
+                if world.is_main
+                else None
+            )
         )
         layers.remove()
         conversion = world.broadcast(conversion)

@@ -21,7 +21,10 @@ def convert(
     ] = None,
     quantize: Annotated[
         str | None,
-        typer.Option(help="fp8: quantise the layers' projections per output row, dynamic activations, no calibration."),
+        typer.Option(
+            metavar="FORMAT",
+            help="fp8 or int4: round the layers' projections, to the nearest number or, with --refit, with far less loss.",
+        ),
     ] = None,
     copy: Annotated[bool, typer.Option("--copy/--link", help="Copy the weights instead of linking them.")] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint that is there.")] = False,
@@ -37,7 +40,7 @@ def convert(
     refit: Annotated[
         str | None,
         typer.Option(
-            metavar="TEXT", help="Refit the projections to what they now read, on a text (.txt, .jsonl); no training."
+            metavar="TEXT", help="Refit the projections to what they now read, on a text (.txt, .jsonl); no gradients."
         ),
     ] = None,
     refit_tokens: Annotated[int | None, typer.Option(help="With --refit; default: 30720 on a CPU, 262144 on a GPU.")] = None,
@@ -51,19 +54,19 @@ def convert(
     from ..models.checkpoint_reader import resolve
     from ..models.convert import check_target
     from ..models.preflight import check_source
-    from ..models.quantization.write import check_quantizable
+    from ..models.quantization.write import checked_format
 
     options = {"--layers": layers, "--budget": budget, "--calibration": calibration, "--check": check}
     if wiring is None and quantize is None and not is_adapter(resolve(source)):
         raise ValueError(
-            "nothing to convert: give --wiring ladder, ladder:last-half ... (auto chooses), --quantize fp8, or both"
+            "nothing to convert: give --wiring ladder, ladder:last-half ... (auto chooses), --quantize fp8 or int4, or both"
         )
     if refit_tokens is not None and refit is None:
         raise ValueError(f"--refit-tokens {refit_tokens} belongs to --refit TEXT")
     if tp is not None and (refit is None or wiring == "auto"):
         raise ValueError(f"--tp {tp} is for --refit with a wiring that is named: converting and choosing take one process")
-    if refit is not None and (wiring is None or quantize is not None):
-        raise ValueError("--refit goes with --wiring, and not with --quantize: refit first, then quantise the result")
+    if tp is not None and quantize is not None:
+        raise ValueError(f"--quantize with --refit takes one process: leave out --tp {tp}")
     _check_file("--refit", refit)
 
     def write(spec: str | None) -> None:
@@ -73,15 +76,24 @@ def convert(
         if refit is None:
             describe(run(source, target, spec, copy=copy, overwrite=overwrite, quantize=quantize), show)
             return
-        assert spec is not None
         if speaks_first():
-            check_refit(source, target, spec, overwrite)
+            check_refit(source, target, spec, overwrite, quantize)
         on_ranks(tp, preload="ladder_residual.adapt.refit")
         from ..adapt.refit_checkpoint import refit as run_refit
         from ..distributed.world import distributed
 
         with distributed(device) as world:
-            result = run_refit(source, target, spec, refit, tokens=refit_tokens, device=device, overwrite=overwrite, log=show)
+            result = run_refit(
+                source,
+                target,
+                spec,
+                refit,
+                quantize=quantize,
+                tokens=refit_tokens,
+                device=device,
+                overwrite=overwrite,
+                log=show,
+            )
             if world.is_main:
                 result.describe(show)
                 describe(result.conversion, show)
@@ -97,9 +109,9 @@ def convert(
     _check_file("--calibration", calibration)
     _check_file("--check", check)
     if quantize is not None:
-        check_quantizable(check_source(source), quantize)
+        checked_format(check_source(source), quantize)
     if refit is not None:
-        check_refit(source, target, "ladder", overwrite)
+        check_refit(source, target, "ladder", overwrite, quantize)
     check_target(source, target, overwrite)
     from ..adapt.api import select_layers
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,8 @@ from .families import Family, check_wiring
 from .hf_config import STUB, auto_map, class_name, stub_text
 from .preflight import CheckedSource, check_source
 from .quantization.checkpoint import QuantizedCheckpoint
-from .quantization.write import check_quantizable, config_of, write_fp8
+from .quantization.rounding import Rounded
+from .quantization.write import checked_format, config_of, write_quantized
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,7 @@ class Conversion:
     weights: list[str]
     placed: str  # "linked", "copied", "refitted", "merged" or "quantised"
     kept: list[str]  # tokenizer and other files taken along
+    format: str | None = None  # what the weights were quantised to
     quantised_bytes: tuple[int, int] | None = None  # of the weights, before and after
 
 
@@ -58,7 +60,7 @@ def convert(
     copy: bool = False,
     overwrite: bool = False,
     quantize: str | None = None,
-    refitted: Mapping[str, Tensor] | None = None,
+    refitted: Mapping[str, Tensor | Rounded] | None = None,
 ) -> Conversion:
     """Write a checkpoint with another wiring: its config changes, its weights stay, also where they are quantised.
 
@@ -72,9 +74,9 @@ def convert(
             ``select_layers`` finds the layers that cost least.
         copy: Copy the weights instead of linking them.
         overwrite: Replace a checkpoint that is there.
-        quantize: ``"fp8"`` quantises the layers' projections: a scale per output row, dynamic activations, no calibration. The
-            wiring may then be left out, and stays as it is.
-        refitted: Weights to write instead of the checkpoint's, by name. ``refit`` computes them.
+        quantize: ``"fp8"`` or ``"int4"`` rounds the layers' projections to the nearest number: E4M3 with a scale per output row, or
+            4 bits with a scale per group of 128 columns (64, 32). The wiring may then be left out, and stays as it is.
+        refitted: Weights to write instead of the checkpoint's, by name. ``refit`` computes them, and rounds with less loss.
 
     Returns:
         What was done: ``target``, ``family``, the wirings ``before`` and ``after``, and the files.
@@ -89,14 +91,11 @@ def convert(
     """
     target = Path(target).resolve()
     if wiring is None and quantize is None and not is_adapter(resolve(source)):
-        raise ValueError("nothing to convert: give a wiring (ladder, ladder:last-half ...), quantize fp8, or both")
+        raise ValueError("nothing to convert: give a wiring (ladder, ladder:last-half ...), quantize (fp8, int4), or both")
     found = check_source(source)
     checkpoint, family, before = found.checkpoint, found.family, found.wiring
     directory = checkpoint.directory.resolve()
-    if quantize is not None:
-        check_quantizable(found, quantize)
-        if refitted is not None:
-            raise ValueError("refit first, then quantise the result: one conversion does either")
+    format = checked_format(found, quantize) if quantize is not None else None
     wiring = before if wiring is None else wiring
     after = Wiring.parse(wiring.spec if isinstance(wiring, Wiring) else wiring, before.num_layers)
     check_wiring(family, after)
@@ -121,42 +120,53 @@ def convert(
     sizes: tuple[int, int] | None = None
     with new_directory(target, overwrite=overwrite) as written:
         config = rewired_config(checkpoint.config, family, after)
-        if refitted is not None:
+        if refitted is not None and after.kind != "standard":
+            config[REFIT_KEY] = after.spec
+        if format is not None:
+            methods = {"quantised"}
+            rounded = {stored: new for stored, new in _by_stored_name(refitted or {}, checkpoint) if isinstance(new, Rounded)}
+            sizes = write_quantized(checkpoint, written, format, merge or (lambda name, old: old), rounded)
+            config["quantization_config"] = config_of(checkpoint, format)
+            checkpoint.close()
+        elif refitted is not None:
             methods = {"refitted"}
             new = as_stored(refitted, checkpoint)
             rewrite_weights(checkpoint, written, lambda name, old: {name: new(name, old)})
             checkpoint.close()
-            config[REFIT_KEY] = after.spec
-        elif merge is not None and quantize is None:
+        elif merge is not None:
             methods = {"merged"}
             rewrite_weights(checkpoint, written, lambda name, old: {name: merge(name, old)})
             checkpoint.close()
             config.pop("quantization_config", None)
-        elif quantize is None:
+        else:
             place = written.copy if copy else written.link
             methods = {place(directory / name, name) for name in weights}
             for name in index:
                 written.copy(directory / name, name)
-        else:
-            methods = {"quantised"}
-            sizes = write_fp8(checkpoint, written, merge or (lambda name, old: old))
-            config["quantization_config"] = config_of(checkpoint)
-            checkpoint.close()
         for name, path in sorted(kept.items()):
             written.copy(path, name)
         written.write("config.json", json.dumps(config, indent=2) + "\n")
         if after.kind != "standard":
             written.write(STUB, stub_text())
     placed = "copied" if "copied" in methods else methods.pop()
-    return Conversion(target, family.model_type, before, after, weights, placed, sorted(kept), sizes)
+    to = format.describe() if format is not None else None
+    return Conversion(target, family.model_type, before, after, weights, placed, sorted(kept), to, sizes)
 
 
-def as_stored(weights: Mapping[str, Tensor], checkpoint: Checkpoint) -> Callable[[str, Tensor], Tensor]:
-    """What stands in the checkpoint under a name instead of ``old``; ValueError if one of ``weights`` has no place there."""
-    from .finite import cast_finite
+def _by_stored_name(weights: Mapping[str, Any], checkpoint: Checkpoint) -> Iterator[tuple[str, Any]]:
+    """ValueError if one of ``weights`` has no place in the checkpoint."""
     from .parameters import stored_tensors
 
-    stored = {stored_tensors(checkpoint, name, tuple(weight.shape))[0][0]: weight for name, weight in weights.items()}
+    for name, weight in weights.items():
+        shape = weight.numbers.shape if isinstance(weight, Rounded) else weight.shape
+        yield stored_tensors(checkpoint, name, tuple(shape))[0][0], weight
+
+
+def as_stored(weights: Mapping[str, Any], checkpoint: Checkpoint) -> Callable[[str, Tensor], Tensor]:
+    """What stands in the checkpoint under a name instead of ``old``."""
+    from .finite import cast_finite
+
+    stored = dict(_by_stored_name(weights, checkpoint))
     return lambda name, old: cast_finite(name, stored[name], old.dtype).to(old.device) if name in stored else old
 
 
@@ -248,7 +258,8 @@ def describe(conversion: Conversion, write: Callable[[str], None]) -> None:
     write(f"wiring   {change}   {conversion.after.picture()}")
     state = conversion.placed if conversion.placed in ("refitted", "merged") else f"{conversion.placed}, unchanged"
     if conversion.quantised_bytes:
-        state = "fp8 per channel, {:,.1f} -> {:,.1f} MiB".format(*(size / 2**20 for size in conversion.quantised_bytes))
+        before, after = (size / 2**20 for size in conversion.quantised_bytes)
+        state = f"{conversion.format}, {before:,.1f} -> {after:,.1f} MiB"
     write(f"weights  {', '.join(conversion.weights)} ({state})")
     write(f"kept     {', '.join(conversion.kept) or 'nothing else'}")
     write(f"written  {conversion.target}")

@@ -1,4 +1,4 @@
-"""``ladder convert --quantize fp8``: what is written, and who can read it."""
+"""``ladder convert --quantize``: what is written, and who can read it."""
 
 import json
 
@@ -11,7 +11,7 @@ from ladder_residual.models.convert import convert, describe
 from ladder_residual.models.inspect import inspect_checkpoint
 from ladder_residual.models.loading import load_model
 from ladder_residual.models.quantization.checkpoint import open_checkpoint
-from ladder_residual.models.quantization.write import fp8_per_channel
+from ladder_residual.models.quantization.rounding import Fp8
 from tests.models.quantization.written import e4m3, is_projection, rewrite_tensors
 from tests.ranks import run_on_ranks
 from tests.tiny_models import FAMILY_NAMES, random_ids, tiny_model
@@ -24,7 +24,7 @@ EVERY = sorted({e4m3(byte) for byte in range(256) if byte & 127 != 127})  # E4M3
 def test_each_number_is_the_nearest_one(dtype):
     weight = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)).mul_(1e-3).to(dtype)
     weight[2] = 0
-    numbers, scale = fp8_per_channel("w", weight)
+    numbers, scale = Fp8().round("w", weight, dtype)
     assert scale.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     for row, its, factor in zip(weight.tolist(), numbers.float().tolist(), scale.view(-1).tolist(), strict=True):
         top = max(map(abs, row))
@@ -38,7 +38,7 @@ def test_each_number_is_the_nearest_one(dtype):
 def test_a_row_whose_scale_rounds_to_zero_is_zero(tiny):
     weight = torch.ones(3, 8, dtype=torch.float32 if tiny < 1e-40 else torch.bfloat16)
     weight[1] = tiny
-    numbers, scale = fp8_per_channel("w", weight)
+    numbers, scale = Fp8().round("w", weight, weight.dtype)
     dense = numbers.float() * scale.float()
     assert (scale > 0).all()
     assert (dense[1] == 0).all()
@@ -102,6 +102,35 @@ def test_what_is_written(tmp_path, capsys):
     assert inspect_checkpoint(tmp_path / "fp8")["quantization"]["activations"] == "dynamic"
     expected = load_model(tmp_path / "fp8").generate(random_ids(), max_new_tokens=8, do_sample=False).tolist()
     assert run_on_ranks(2, tokens_of, str(tmp_path / "fp8")) == [expected] * 2
+
+
+def test_int4_in_the_largest_groups_that_fit(tmp_path, capsys):
+    tiny_model("qwen3", intermediate_size=128, num_attention_heads=8).to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    done = convert(tmp_path / "plain", tmp_path / "int4", "ladder", quantize="int4")
+    describe(done, print)
+    assert "(int4 in groups of 64, 0.4 -> 0.1 MiB)" in capsys.readouterr().out
+    stored, before = (load_file(tmp_path / which / "model.safetensors") for which in ("int4", "plain"))
+    module = "model.layers.0.mlp.down_proj"
+    assert {
+        name.rpartition(".")[2]: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items() if module in name
+    } == {
+        "weight_packed": (torch.int32, (64, 16)),
+        "weight_scale": (torch.bfloat16, (64, 2)),
+        "weight_shape": (torch.int64, (2,)),
+    }
+    checkpoint = open_checkpoint(tmp_path / "int4")
+    assert checkpoint.spec.describe() == "int4 (compressed-tensors, groups of 64)"
+    for name in checkpoint.weights:
+        weight = before[name].float()
+        assert (checkpoint.read(name) - weight).norm() < 0.15 * weight.norm(), name
+    expected = load_model(tmp_path / "int4").generate(random_ids(), max_new_tokens=8, do_sample=False).tolist()
+    assert run_on_ranks(2, tokens_of, str(tmp_path / "int4")) == [expected] * 2
+
+
+def test_columns_that_no_group_divides_are_refused(tmp_path):
+    tiny_model("qwen2_moe").save_pretrained(tmp_path / "plain")
+    with pytest.raises(ValueError, match=r"shared_expert.down_proj.weight has 48 columns, .* use --quantize fp8"):
+        convert(tmp_path / "plain", tmp_path / "int4", quantize="int4")
 
 
 def test_routers_stay_plain(tmp_path):
@@ -168,18 +197,20 @@ def test_a_weight_beyond_float32_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("wiring", ["standard", "ladder"])
-@pytest.mark.parametrize("family", ["llama", "mixtral", "qwen3_moe"])
-def test_transformers_loads_it_with_the_library_of_the_format(family, wiring, tmp_path):
+@pytest.mark.parametrize(
+    ("family", "quantize"), [("llama", "fp8"), ("mixtral", "fp8"), ("qwen3_moe", "fp8"), ("llama", "int4")]
+)
+def test_transformers_loads_it_with_the_library_of_the_format(family, quantize, wiring, tmp_path):
     pytest.importorskip("compressed_tensors")
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     tiny_model(family).save_pretrained(tmp_path / "plain")
-    convert(tmp_path / "plain", tmp_path / "fp8", wiring, quantize="fp8")
+    convert(tmp_path / "plain", tmp_path / "out", wiring, quantize=quantize)
     theirs = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "fp8", quantization_config=CompressedTensorsConfig(dequantize=True)
+        tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True)
     )
     found = dict(theirs.named_parameters())
-    for name, tensor in load_model(tmp_path / "fp8").named_parameters():
+    for name, tensor in load_model(tmp_path / "out").named_parameters():
         rounding = 2**-8 if "experts" in name else 1e-6  # transformers has experts in bfloat16
         torch.testing.assert_close(found[name].float(), tensor, rtol=rounding, atol=0, msg=name)
 
