@@ -3,7 +3,7 @@
 import pytest
 
 from ladder_residual.distributed.world import World
-from ladder_residual.evaluate.requests import Requests, Scores
+from ladder_residual.evaluate.requests import Requests, Scores, load_scores
 from ladder_residual.evaluate.run import Session
 from ladder_residual.evaluate.score import score_all
 from ladder_residual.models.loading import load_model
@@ -17,7 +17,7 @@ def test_three_steps_are_one(standard, plan, tasks, demo_dir, tmp_path):
     assert set(requests.groups) == {"loglikelihood", "rolling", "perplexity"}
     scores = score_all(load_model(demo_dir), requests)
     Scores(scores.by_key, {"model": "elsewhere", "wiring": "standard"}).save(tmp_path / "scores.json")
-    again = session.from_scores(str(demo_dir), tasks, Scores.load(tmp_path / "scores.json"))
+    again = session.from_scores(str(demo_dir), tasks, load_scores(tmp_path / "scores.json")[""])
     assert again["rows"] == standard["rows"]
     assert again["items"] == standard["items"]
     assert again["perplexity"] == standard["perplexity"]

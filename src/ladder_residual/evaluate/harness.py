@@ -27,7 +27,7 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
 from .local import LocalTask, MissingFile, local_task
-from .requests import Request, Requests, Score, Scores
+from .requests import Request, Score
 from .tasks import Task, Wanted, unknown_task
 
 BUILT_IN = Path(lm_eval.__file__).parent / "tasks"
@@ -106,24 +106,6 @@ class ScoringLM(HFLM):
             return super().generate_until(requests, disable_tqdm=self.quiet)
         except AssertionError as error:  # the harness's way to say that prompt and answer exceed the context
             raise ValueError(str(error)) from error
-
-
-class Recorder:
-    """A scorer that only records what it was asked for."""
-
-    def __init__(self) -> None:
-        self.groups: dict[str, dict[str, Request]] = {}
-
-    def __call__(self, group: str, requests: Sequence[Request]) -> list[Score]:
-        self.groups.setdefault(group, {}).update((request.key, request) for request in requests)
-        return [Score(0.0, False)] * len(requests)
-
-    def requests(self, about: dict[str, Any]) -> Requests:
-        return Requests({name: list(group.values()) for name, group in self.groups.items()}, about)
-
-
-def look_up(scores: Scores) -> Scorer:
-    return lambda group, requests: [scores[request] for request in requests]
 
 
 @dataclass(frozen=True)

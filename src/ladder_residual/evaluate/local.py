@@ -21,14 +21,7 @@ from ..common.suggest import did_you_mean
 from .rows import CONVERTERS, pages_of
 from .tasks import Task
 
-_SPLITS = {
-    "train": "train",
-    "val": "validation",
-    "valid": "validation",
-    "validation": "validation",
-    "dev": "dev",
-    "test": "test",
-}
+_SPLITS = {"val": "validation", "valid": "validation"}  # the others are called in files as on the hub
 _STEMS = {
     "winogrande": ("winogrande", "winogrande_xl"),
     "truthfulqa_mc1": ("truthfulqa_mc1", "truthfulqa_mc"),
@@ -65,9 +58,9 @@ def local_task(task: Task, folders: Sequence[Path], shots: int) -> LocalTask:
     files = _files(task, folders)
     split = task.split if task.split in files else next((s for s in ("test", "validation", "dev") if s in files), None)
     if split is None:
-        where = ", ".join(map(str, folders))
+        where, ending = ", ".join(map(str, folders)), "val" if task.split == "validation" else task.split
         raise MissingFile(
-            f"no file for task {task.name} in {where}: expected {_stems(task)[0]}_{_short(task.split)}.jsonl "
+            f"no file for task {task.name} in {where}: expected {_stems(task)[0]}_{ending}.jsonl "
             "(or .jsonl.gz, .jsonl.xz); name the folder that has it with another --local"
         )
     rows, caveats = read_rows(files[split], task.name), []
@@ -91,10 +84,6 @@ def _stems(task: Task) -> tuple[str, ...]:
     return _STEMS.get(task.name, (task.name,))
 
 
-def _short(split: str) -> str:
-    return "val" if split == "validation" else split
-
-
 def _files(task: Task, folders: Sequence[Path]) -> dict[str, Path]:
     """Split -> file; an earlier folder wins."""
     found: dict[str, Path] = {}
@@ -106,7 +95,7 @@ def _files(task: Task, folders: Sequence[Path]) -> dict[str, Path]:
             match = _NAME.fullmatch(path.name)
             if match is None or match["stem"] not in _stems(task):
                 continue
-            split = _SPLITS[match["split"]] if match["split"] else task.split
+            split = _SPLITS.get(match["split"], match["split"]) if match["split"] else task.split
             if split in here:
                 raise ValueError(f"{here[split]} and {path.name} are both {split} rows of {task.name}; leave one of them there")
             here[split] = path

@@ -52,22 +52,16 @@ def _against_table(result: Result) -> str:
         if not pair["shown"]:
             continue
         row, metric = by_name[pair["task"], pair["metric"]], pair["metric"]
-        errors = [
-            f"{100 * error:.1f}" if error is not None else "" for error in (pair["paired_stderr"], pair["unpaired_stderr"])
-        ]
         values = percent(row["value"], row["stderr"], metric), percent(pair["against"], pair["against_stderr"], metric)
-        changes = signed(pair["difference"], metric), *errors, _changed(pair), _yes_no(pair["within_one_stderr"])
-        lines.append([*(row[key] for key in _ROW), *values, *changes])
+        # Results of earlier versions do not say how many rows changed.
+        paired, unpaired, changed = (
+            "" if share is None else f"{100 * share:.1f}"
+            for share in (pair["paired_stderr"], pair["unpaired_stderr"], pair.get("changed"))
+        )
+        within = {True: "yes", False: "no", None: ""}[pair["within_one_stderr"]]
+        difference = signed(pair["difference"], metric)
+        lines.append([*(row[key] for key in _ROW), *values, difference, paired, unpaired, changed, within])
     return table([*header, "rows changed, %", "within one s.e."], lines)
-
-
-def _changed(pair: dict[str, Any]) -> str:
-    changed = pair.get("changed")  # results of earlier versions have none
-    return "" if changed is None else f"{100 * changed:.1f}"
-
-
-def _yes_no(value: bool | None) -> str:
-    return {True: "yes", False: "no", None: ""}[value]
 
 
 def _perplexity_lines(result: Result) -> list[str]:

@@ -13,6 +13,7 @@ import math
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -65,23 +66,15 @@ class Requests:
         except (OSError, EOFError, UnicodeDecodeError, zlib.error) as error:
             raise ValueError(f"cannot read the requests in {path}: {error}") from error
         header = json_line(path, 1, lines[0] if lines else "")
-        if (
-            not isinstance(header, dict)
-            or header.get("format") != REQUESTS_FORMAT
-            or not isinstance(header.get("groups"), dict)
-            or not all(type(size) is int and size >= 0 for size in header["groups"].values())
-        ):
+        known = isinstance(header, dict) and header.pop("format", None) == REQUESTS_FORMAT
+        sizes = header.pop("groups", None) if known else None
+        if not isinstance(sizes, dict) or not all(type(size) is int and size >= 0 for size in sizes.values()):
             raise ValueError(f"{path} is no requests file; `ladder eval ... --requests-out FILE` writes one")
         requests = [_request(path, number, line) for number, line in enumerate(lines[1:], 2)]
-        sizes = header.pop("groups")
         if sum(sizes.values()) != len(requests):
             raise ValueError(f"{path} announces {sum(sizes.values())} requests and holds {len(requests)}; it was cut short")
-        groups, first = {}, 0
-        for name, size in sizes.items():
-            groups[name] = requests[first : first + size]
-            first += size
-        header.pop("format")
-        return cls(groups, header)
+        rest = iter(requests)
+        return cls({name: list(islice(rest, size)) for name, size in sizes.items()}, header)
 
 
 def _request(path: str | Path, number: int, line: str) -> Request:
@@ -116,27 +109,19 @@ class Scores:
         scores = {key: [score.logprob, int(score.greedy)] for key, score in self.by_key.items()}
         Path(path).write_text(json.dumps({"format": SCORES_FORMAT, **self.about, "scores": scores}) + "\n", encoding="utf-8")
 
-    @classmethod
-    def load(cls, path: str | Path) -> Scores:
-        return _scores(path, _document(path))
-
 
 def load_scores(path: str | Path) -> dict[str, Scores]:
     """One file of scores, or several models' in one (``{name: scores}``, as a run over many models gathers them)."""
-    document = _document(path)
-    if not isinstance(document, dict) or not document or "format" in document:
-        return {"": _scores(path, document)}
-    return {str(name): _scores(f"{path}, {name}", part) for name, part in document.items()}
-
-
-def _document(path: str | Path) -> Any:
     try:
         data = Path(path).read_bytes()
-        return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+        document = json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
     except (OSError, EOFError, zlib.error) as error:
         raise ValueError(f"cannot read the scores in {path}: {error}") from error
     except (ValueError, RecursionError) as error:
         raise _no_scores(path, error) from error
+    if not isinstance(document, dict) or not document or "format" in document:
+        return {"": _scores(path, document)}
+    return {str(name): _scores(f"{path}, {name}", part) for name, part in document.items()}
 
 
 def _scores(where: str | Path, document: Any) -> Scores:

@@ -35,7 +35,7 @@ def harness_rows(raw: Mapping[str, Any], wanted: Sequence[Wanted]) -> tuple[list
                 metric, _, filtered = key.partition(",")
                 if not filtered or metric.endswith("_stderr") or isinstance(value, str):
                     continue
-                label = metric if filtered == "none" else f"{metric} ({filtered})"
+                label = _label(metric, filtered)
                 error = figures.get(f"{metric}_stderr,{filtered}")
                 rows.append(
                     {
@@ -57,11 +57,15 @@ def _names(raw: Mapping[str, Any], asked: str) -> list[str]:
     """What the harness made of a name: itself, or the tasks of a tag."""
     if asked in raw.get("groups", {}) or asked in raw["results"]:
         return [asked]
-    return [name for name, config in raw["configs"].items() if asked in _as_list(config.get("tag"))] or list(raw["results"])
+    tags = {name: config.get("tag") for name, config in raw["configs"].items()}
+    return [name for name, tag in tags.items() if tag == asked or (isinstance(tag, list) and asked in tag)] or list(
+        raw["results"]
+    )
 
 
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else [value]
+def _label(metric: str, filtered: str) -> str:
+    """``exact_match (strict-match)``; the harness calls the filter of most metrics none."""
+    return metric if filtered == "none" else f"{metric} ({filtered})"
 
 
 def _members(raw: Mapping[str, Any], name: str) -> list[str]:
@@ -74,7 +78,7 @@ def _best_metric(figures: Mapping[str, Any]) -> str:
     names = [key for key in figures if "," in key and "_stderr," not in key]
     first = next((name for name in ("acc_norm,none", "acc,none") if name in names), names[0] if names else "")
     metric, _, filtered = first.partition(",")
-    return metric if filtered == "none" else f"{metric} ({filtered})"
+    return _label(metric, filtered)
 
 
 def _items(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -82,8 +86,7 @@ def _items(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     rows: dict[str, list[str]] = {}
     for sample in samples:
         for metric in sample["metrics"]:
-            label = metric if sample["filter"] == "none" else f"{metric} ({sample['filter']})"
-            value = sample[metric]
+            label, value = _label(metric, sample["filter"]), sample[metric]
             if isinstance(value, tuple | list):  # sums over words, not a figure of this row
                 continue
             number = round(float(value), 6)
@@ -131,11 +134,7 @@ def compare(ours: Result, theirs: Result) -> list[dict[str, Any]]:
             caveat = "the two were given different rows or shots"
         found.append(
             {
-                "task": row["task"],
-                "metric": row["metric"],
-                "shown": row["shown"],
-                "value": row["value"],
-                "stderr": row["stderr"],
+                **{key: row[key] for key in ("task", "metric", "shown", "value", "stderr")},
                 "against": against["value"],
                 "against_stderr": against["stderr"],
                 "difference": difference,

@@ -7,6 +7,8 @@ import math
 import sys
 import warnings
 from collections.abc import Sequence
+from importlib.metadata import version
+from types import SimpleNamespace
 from typing import Any
 
 from ..common.environment import environment
@@ -61,33 +63,33 @@ class Session:
     def requests(self, source: str, tasks: Any) -> Requests:
         """What would be asked of the model at ``source``; only its tokenizer and config are read."""
         tokenizer, config = _tokenizer(source), _config(source)
-        recorded: dict[str, list[Request]] = {}
-        if tasks is not None:
-            from .harness import Recorder
+        recorded: dict[str, dict[str, Request]] = {}  # by group and key
 
-            recorder = Recorder()
-            self._harness(tokenizer, config, recorder, tasks, None)
-            recorded = recorder.requests({}).groups
+        def record(group: str, requests: Sequence[Request]) -> list[Score]:
+            recorded.setdefault(group, {}).update((request.key, request) for request in requests)
+            return [Score(0.0, False)] * len(requests)
+
+        if tasks is not None:
+            self._harness(tokenizer, config, record, tasks, None)
+        groups = {name: list(group.values()) for name, group in recorded.items()}
         if self.plan.perplexity:
-            recorded["perplexity"] = self._windows(tokenizer, self._window(config))
+            groups["perplexity"] = self._windows(tokenizer, self._window(config))
         names = [{"task": one.task.name, "shots": one.shots} for one in self.plan.wanted]
-        return Requests(recorded, {"tokenizer": source, "tasks": names, "limit": self.plan.limit})
+        return Requests(groups, {"tokenizer": source, "tasks": names, "limit": self.plan.limit})
 
     def from_scores(self, source: str, tasks: Any, scores: Scores, name: str = "") -> Result:
         """With scores made elsewhere; ``source`` is where the tokenizer is."""
-        unknown = dict.fromkeys(
-            ("wiring", "dtype", "machine", "torch", "date", "commit"), "not recorded"
-        )  # never this machine's
+        # What the scores do not say is not known: this machine did not make them.
+        unknown = dict.fromkeys(("wiring", "dtype", "machine", "torch", "date", "commit"), "not recorded")
         made = {"model": name or source, "tp": 1, **unknown, **scores.about}
         return self._result(_tokenizer(source), _config(source), lambda _, asked: [scores[one] for one in asked], tasks, made)
 
     def _result(self, tokenizer: Any, config: Any, scorer: Any, tasks: Any, about: dict[str, Any], model: Any = None) -> Result:
         result: Result = {**about, "limit": self.plan.limit, "chat": self.plan.chat, "rows": [], "items": {}, "caveats": {}}
         if tasks is not None:
-            raw, caveats = self._harness(tokenizer, config, scorer, tasks, model)
+            raw, result["caveats"] = self._harness(tokenizer, config, scorer, tasks, model)
             result["rows"], result["items"] = harness_rows(raw, tasks.wanted)
-            result["caveats"] = caveats
-            result["lm_eval"] = _harness_version()
+            result["lm_eval"] = version("lm_eval")
         if self.plan.perplexity:
             window = self._window(config)
             windows = self._windows(tokenizer, window)
@@ -165,12 +167,6 @@ def load_wanted(plan: Plan) -> Any:
     return load_tasks(plan.wanted, plan.folders, allow_code=plan.allow_code)
 
 
-def _harness_version() -> str:
-    from importlib.metadata import version
-
-    return version("lm_eval")
-
-
 def _tokenizer(source: str) -> Any:
     tokenizer = load_tokenizer(source)
     tokenizer.model_max_length = sys.maxsize  # what is too long is cut where it is known why; no warning per text
@@ -179,8 +175,5 @@ def _tokenizer(source: str) -> Any:
 
 def _config(source: str) -> Any:
     """The config without a model: of the file's own fields, the ones scoring needs."""
-    from types import SimpleNamespace
-
     fields = read_json(with_config(source, weights=False) / "config.json")
-    known = {key: fields.get(key) for key in ("max_position_embeddings", "vocab_size", "model_type")}
-    return SimpleNamespace(**known)
+    return SimpleNamespace(**{key: fields.get(key) for key in ("max_position_embeddings", "vocab_size", "model_type")})

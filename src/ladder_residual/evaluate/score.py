@@ -226,26 +226,16 @@ def main() -> None:
 
 def _run(options: Any) -> None:
     from ..distributed.world import distributed
+    from ..models.loading import load_model
 
     requests = Requests.load(options.requests)
     with distributed(options.device) as world:
-        _score(options, requests, world)
-
-
-def _score(options: Any, requests: Requests, world: Any) -> None:
-    from ..models.loading import load_model
-
-    dtype = "bfloat16" if options.dtype == "auto" and world.device.type == "cuda" else options.dtype
-    model = load_model(options.model, world, wiring=options.wiring, dtype=dtype)
-    scores = score_all(model, requests, options.batch_tokens)
-    if world.is_main:
-        made = {
-            "model": options.model,
-            "wiring": wiring_of(model.config).spec,
-            "dtype": str(model.dtype).removeprefix("torch."),
-        }
-        Scores(scores.by_key, made | {"tp": world.size} | scores.about | environment()).save(options.scores)
-        print(f"{len(requests)} requests scored in {scores.about['seconds']:.1f} s, written to {options.scores}")
+        dtype = "bfloat16" if options.dtype == "auto" and world.device.type == "cuda" else options.dtype
+        model = load_model(options.model, world, wiring=options.wiring, dtype=dtype)
+        scores = score_all(model, requests, options.batch_tokens)
+        if world.is_main:
+            Scores(scores.by_key, {"model": options.model, "tp": world.size, **scores.about}).save(options.scores)
+            print(f"{len(requests)} requests scored in {scores.about['seconds']:.1f} s, written to {options.scores}")
 
 
 if __name__ == "__main__":
