@@ -12,13 +12,12 @@ from ladder_residual.distributed.world import World
 from ladder_residual.models.random_weights import load_or_random_model
 from ladder_residual.plan.schedule import COMM, COMPUTE
 from ladder_residual.report.results import read_results
-from ladder_residual.trace.panel import WAITING, Span, chrome_trace, hidden_percent, in_rows, read_trace
+from ladder_residual.trace.panel import WAITING, Span, chrome_trace, hidden_percent, in_rows, read_trace, recorded_panel
 from ladder_residual.trace.record import (
     LinkTimes,
     Range,
     device_spans,
     host_spans,
-    measured_panel,
     median_step,
     read_ranges,
     record,
@@ -108,7 +107,7 @@ def test_the_step_of_median_length_is_drawn():
 
 def test_a_trace_is_read_back():
     spans = in_rows(host_spans(an_all_reduce(55.0, 105.0), LINK))
-    panels = [measured_panel("standard", spans), measured_panel("ladder", spans)]
+    panels = [recorded_panel(wiring, spans, "measured") for wiring in ("standard", "ladder")]
     assert read_trace(json.loads(json.dumps(chrome_trace(panels, {"setting": "x"})))) == panels
 
 

@@ -61,17 +61,9 @@ def trace_recorded(
         raise ValueError("a recorded run needs a latency in numbers, such as 3ms, or 0 for the link as it is")
     from ..trace.request import check_request
 
-    asked: dict[str, Any] = {
-        "source": model,
-        "layers": layers,
-        "wirings": names,
-        "batch": batch,
-        "prompt": prompt,
-        "steps": steps,
-    }
+    asked: dict[str, Any] = {"source": model, "layers": layers, "wirings": names}
+    asked |= {"batch": batch, "prompt": prompt, "steps": steps}
     check_request(**asked, tp=tp)
-    if tp == 1:
-        raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
     check_can_write(out)
     shared_gpu.share_gpu(share_gpu)
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # the profiler's own notes of its start and end; read as torch is loaded
@@ -82,18 +74,7 @@ def trace_recorded(
     with distributed(device) as world:
         result = record(world, **asked, latency=seconds, dtype=dtype, folder=out, profiles=profiles)
         if world.is_main:
-            if as_json:
-                print(json.dumps(result))
-                return
-            print(result["setting"])
-            for row in result["wirings"]:
-                hidden = ", ".join(f"{percent:.0f} %" for percent in row["hidden_percent"])
-                print(
-                    f"  {row['wiring']:18} {row['layer_us'] / 1e3:7.2f} ms per layer, {row['step_ms']:7.2f} ms per step, "
-                    f"hidden on rank 0 to {len(row['hidden_percent']) - 1}: {hidden} "
-                    f"(median of {steps} steps: {row['median_hidden_percent']:.0f} %)"
-                )
-            print(f"wrote {result['trace']} and {result['timeline']}")
+            _tell(result, as_json)
 
 
 @app.command("engine")
@@ -114,16 +95,7 @@ def trace_engine(
     from ..trace.engine import record_engine
 
     asked = {"model": model, "layers": layers, "tp": tp, "link": link, "context": context, "schedule": schedule}
-    result = record_engine(**asked, wirings=split_wirings(wirings), folder=out)  # type: ignore[arg-type]
-    if as_json:
-        print(json.dumps(result))
-        return
-    print(result["setting"])
-    for row in result["wirings"]:
-        print(
-            f"  {row['wiring']:18} {row['layer_us']:7.1f} us per layer, {row['hidden_percent']:3.0f} % of the communication hidden"
-        )
-    print(f"wrote {result['trace']} and {result['timeline']}")
+    _tell(record_engine(**asked, wirings=split_wirings(wirings), folder=out), as_json)  # type: ignore[arg-type]
 
 
 @app.command("plan")
@@ -152,14 +124,24 @@ def trace_planned(
     kind = "prefill" if prefill else "decode step"
     where = f"{name} on {case.device.title}, tp {tp}, {link}, batch {batch}"
     setting = f"{where}, one {kind}, engine {case.engine.name}; planned, not measured"
-    trace, picture = write_trace(panels, {"setting": setting, "label": "planned"}, out)
+    about = {"setting": setting, "label": "planned"}
+    trace, picture = write_trace(panels, about, out)
+    files = {"trace": str(trace), "timeline": str(picture)}
+    _tell({**about, **files, "wirings": [panel.facts() for panel in panels]}, as_json)
+
+
+def _tell(result: dict[str, Any], as_json: bool) -> None:
     if as_json:
-        facts = [{"wiring": p.title, "layer_us": p.layer_us, "hidden_percent": p.hidden_percent} for p in panels]
-        print(json.dumps({"trace": str(trace), "timeline": str(picture), "label": "planned", "wirings": facts}))
+        print(json.dumps(result))
         return
-    print(setting)
-    for panel in panels:
-        print(
-            f"  {panel.title:18} {panel.layer_us:7.1f} us per layer, {panel.hidden_percent:3.0f} % of the communication hidden"
-        )
-    print(f"wrote {trace} and {picture}")
+    print(result["setting"])
+    for row in result["wirings"]:
+        if "median_hidden_percent" in row:  # real ranks, several steps
+            hidden = ", ".join(f"{percent:.0f} %" for percent in row["hidden_percent"])
+            said = f"{row['layer_us'] / 1e3:7.2f} ms per layer, {row['step_ms']:7.2f} ms per step, "
+            said += f"hidden on rank 0 to {len(row['hidden_percent']) - 1}: {hidden} "
+            said += f"(median of {result['recorded_steps']} steps: {row['median_hidden_percent']:.0f} %)"
+        else:
+            said = f"{row['layer_us']:7.1f} us per layer, {row['hidden_percent']:3.0f} % of the communication hidden"
+        print(f"  {row['wiring']:18} {said}")
+    print(f"wrote {result['trace']} and {result['timeline']}")

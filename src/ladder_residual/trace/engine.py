@@ -9,12 +9,11 @@ import json
 import math
 import tempfile
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..plan.schedule import COMM, COMPUTE, COMPUTE_2
-from .panel import EMBEDDING, Panel, Span, hidden_percent, in_rows, layer_us, waiting_spans, write_trace
+from .panel import EMBEDDING, Span, recorded_panel, shifted, waiting_spans, write_trace
 
 if TYPE_CHECKING:
     from ..engine.engine import DecodeEngine
@@ -97,8 +96,9 @@ def profile_step(engine: DecodeEngine, context: int) -> list[Kernel]:
         engine.replay()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as scratch:
-        profiler.export_chrome_trace(str(Path(scratch) / "trace.json"))
-        return read_kernels(json.loads((Path(scratch) / "trace.json").read_text()))
+        file = Path(scratch) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        return read_kernels(json.loads(file.read_text()))
 
 
 def record_engine(
@@ -131,15 +131,10 @@ def record_engine(
             faster = "two_stream" if times.get("two_stream", math.inf) < times["serial"] else "serial"
             engine = rank.engine(wiring, parse_link(link, tp=tp), **asked, schedule=faster)
         kernels = profile_step(engine, context)
-        zero = kernels[0].start
-        spans = [
-            replace(s, start=s.start - zero, end=s.end - zero)
-            for s in engine_spans(kernels, engine.num_chains, engine.all_reduce_layers)
-        ]
-        title = f"{wiring}, {engine.schedule}"
-        panels.append(Panel(title, in_rows(spans), layer_us(spans), hidden_percent(spans), "emulated"))
-        rows.append({"wiring": wiring, "schedule": engine.schedule, "layer_us": panels[-1].layer_us,
-                     "step_us": max(s.end for s in spans), "hidden_percent": panels[-1].hidden_percent})  # fmt: skip
+        spans = shifted(engine_spans(kernels, engine.num_chains, engine.all_reduce_layers), kernels[0].start)
+        panels.append(recorded_panel(f"{wiring}, {engine.schedule}", spans, "emulated"))
+        step = {"schedule": engine.schedule, "step_us": max(span.end for span in spans)}
+        rows.append({**panels[-1].facts(), "wiring": wiring, **step})
         del engine
         torch.cuda.empty_cache()
     setting = (

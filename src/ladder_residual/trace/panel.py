@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..plan.planner import Case
-from ..plan.schedule import COMM, Timeline, is_communication
+from ..plan.schedule import COMM, is_communication
 
 WAITING = "waiting"
 EMBEDDING, LOGITS = "embedding all-reduce", "logits"  # of a sharded vocabulary: no wiring can hide them
@@ -38,20 +38,27 @@ class Panel:
     hidden_percent: float
     label: str  # planned, emulated or measured
 
+    def facts(self) -> dict[str, Any]:
+        return {"wiring": self.title, "layer_us": self.layer_us, "hidden_percent": self.hidden_percent}
 
-def spans_of(timeline: Timeline) -> list[Span]:
-    """The tasks, and the time compute waits for communication as spans of its own."""
-    spans = [Span(t.stream, t.name, t.layer, t.start, t.end) for t in timeline.tasks if t.end > t.start]
-    return spans + waiting_spans(spans)
+
+def recorded_panel(title: str, spans: Iterable[Span], label: str) -> Panel:
+    spans = in_rows(spans)
+    return Panel(title, spans, layer_us(spans), hidden_percent(spans), label)
+
+
+def shifted(spans: Iterable[Span], zero: float) -> list[Span]:
+    """The same with the time counted from ``zero``."""
+    return [replace(span, start=span.start - zero, end=span.end - zero) for span in spans]
 
 
 def waiting_spans(spans: Iterable[Span]) -> list[Span]:
     """Gaps in which communication runs and no compute row does: the exposed time, shown on the first compute row."""
     spans = list(spans)
-    compute = sorted((s.start, s.end) for s in spans if not is_communication(s.row))
-    rows = [s.row for s in spans if not is_communication(s.row)]
-    if not rows:
+    row = next((s.row for s in spans if not is_communication(s.row)), None)
+    if row is None:
         return []
+    compute = sorted((s.start, s.end) for s in spans if not is_communication(s.row))
     communication = sorted((s for s in spans if is_communication(s.row)), key=lambda s: s.start)
     waits, reach = [], 0.0
     end = max(s.end for s in spans)
@@ -59,7 +66,7 @@ def waiting_spans(spans: Iterable[Span]) -> list[Span]:
         for comm in communication:
             low, high = max(comm.start, reach), min(comm.end, start)
             if high - low > 1e-6:
-                waits.append(Span(rows[0], WAITING, comm.layer, low, high))
+                waits.append(Span(row, WAITING, comm.layer, low, high))
                 reach = high  # of two all-reduces in flight at once the time is counted once
         reach = max(reach, stop)
     return waits
@@ -68,7 +75,8 @@ def waiting_spans(spans: Iterable[Span]) -> list[Span]:
 def planned_panel(case: Case, wiring: str, *, prefill: bool = False) -> Panel:
     phase = case.prefill_phase() if prefill else case.decode_phase()
     timeline = case.timeline(wiring, phase)
-    spans = spans_of(timeline)
+    spans = [Span(t.stream, t.name, t.layer, t.start, t.end) for t in timeline.tasks if t.end > t.start]
+    spans += waiting_spans(spans)
     return Panel(wiring, spans, layer_us(spans), 100 * timeline.hidden_share(), "planned")
 
 
@@ -131,7 +139,7 @@ def chrome_trace(panels: Sequence[Panel], about: Mapping[str, Any]) -> dict[str,
             if span.name == WAITING:
                 event["cname"] = "terrible"  # red in chrome://tracing
             events.append(event)
-    facts = [{"wiring": p.title, "layer_us": p.layer_us, "hidden_percent": p.hidden_percent, "label": p.label} for p in panels]
+    facts = [{**panel.facts(), "label": panel.label} for panel in panels]
     return {"traceEvents": events, "displayTimeUnit": "ns", "otherData": {**about, "panels": facts}}
 
 
@@ -149,10 +157,9 @@ def read_trace(document: Mapping[str, Any]) -> list[Panel]:
         Panel(fact["wiring"], spans[process], float(fact["layer_us"]), float(fact["hidden_percent"]), fact["label"])
         for process, fact in enumerate(facts, start=1)
     ]
-    times = [time for panel in panels for span in panel.spans for time in (span.start, span.end)]
-    if not all(
-        map(math.isfinite, [*times, *(number for panel in panels for number in (panel.layer_us, panel.hidden_percent))])
-    ):
+    numbers = [number for panel in panels for number in (panel.layer_us, panel.hidden_percent)]
+    numbers += [time for panel in panels for span in panel.spans for time in (span.start, span.end)]
+    if not all(map(math.isfinite, numbers)):
         raise ValueError("a time is NaN or infinite")
     return panels
 
@@ -168,8 +175,7 @@ def write_trace(
     try:
         folder.mkdir(parents=True, exist_ok=True)
         trace.write_text(json.dumps(chrome_trace(panels, about)))
-        drawn = panels if drawn is None else drawn
-        picture.write_text(timeline_svg(drawn, subtitle=str(about.get("setting", ""))))
+        picture.write_text(timeline_svg(drawn or panels, subtitle=str(about.get("setting", ""))))
     except OSError as error:
         raise ValueError(f"cannot write a trace to {folder}: {error.strerror}") from error
     return trace, picture

@@ -28,7 +28,7 @@ from ..generation.decode_loop import DecodeLoop, synchronize
 from ..models.hf import decoder_layers
 from ..models.random_weights import load_or_random_model
 from ..plan.schedule import COMM, COMPUTE
-from .panel import EMBEDDING, LOGITS, WAITING, Panel, Span, hidden_percent, in_rows, layer_us, waiting_spans, write_trace
+from .panel import EMBEDDING, LOGITS, WAITING, Span, hidden_percent, recorded_panel, shifted, waiting_spans, write_trace
 from .request import check_request
 
 MARK = "ladder-residual"
@@ -146,10 +146,8 @@ def host_spans(ranges: Iterable[Range], link: LinkTimes) -> list[Span]:
         if one.kind == "compute":
             spans.append(Span(COMPUTE, one.name, one.layer, one.start, one.end))
         elif one.kind == "gather":
-            spans += [
-                Span(COMM, one.name, one.layer, one.start, one.end),
-                Span(COMPUTE, WAITING, one.layer, one.start, one.end),
-            ]
+            spans.append(Span(COMM, one.name, one.layer, one.start, one.end))
+            spans.append(Span(COMPUTE, WAITING, one.layer, one.start, one.end))
         elif one.kind == "start" and one.number in waits:
             wait = waits[one.number]
             alone = one.start + 1e6 * (link.bare + link.latency)
@@ -223,12 +221,6 @@ def _bare_all_reduce(world: World, message: Tensor, repeats: int = 20) -> float:
     return world.broadcast(statistics.median(times))
 
 
-def _everyones(value: Any, world: World) -> list[Any]:
-    found = [None] * world.size
-    torch.distributed.all_gather_object(found, value, group=world.group)
-    return found
-
-
 def record(
     world: World,
     *,
@@ -244,9 +236,7 @@ def record(
     profiles: bool = False,
 ) -> dict[str, Any]:
     """Record every wiring; rank 0 writes ``trace.json`` (all ranks) and ``timeline.svg`` (rank 0). Returns the facts."""
-    if world.size < 2:
-        raise ValueError("there is nothing to wait for with one rank: record with --tp 2")
-    check_request(source=source, layers=layers, wirings=wirings, batch=batch, prompt=prompt, steps=steps)
+    check_request(source=source, layers=layers, wirings=wirings, batch=batch, prompt=prompt, steps=steps, tp=world.size)
     model = load_or_random_model(source, world, layers=layers, dtype=dtype)
     message = torch.zeros(batch, 1, model.config.hidden_size, dtype=model.dtype, device=world.device)
     link = LinkTimes(_bare_all_reduce(world, message), latency)
@@ -255,8 +245,10 @@ def record(
     panels, drawn, rows = [], [], []
     for spec in wirings:
         keep = folder / f"profile-{spec.replace(':', '-')}-rank{world.rank}.json" if profiles else None
-        ranks = _everyones(record_wiring(model, spec, world, link, batch, prompt, steps, keep), world)
-        made = [measured_panel(f"{spec}, rank {rank}", spans) for rank, spans in enumerate(median_step(ranks))]
+        ranks: list[Any] = [None] * world.size
+        mine = record_wiring(model, spec, world, link, batch, prompt, steps, keep)
+        torch.distributed.all_gather_object(ranks, mine, group=world.group)
+        made = [recorded_panel(f"{spec}, rank {k}", spans, "measured") for k, spans in enumerate(median_step(ranks))]
         panels += made
         drawn.append(replace(made[0], title=spec))
         all_hidden = [hidden_percent(spans) for rank in ranks for spans in rank]
@@ -296,8 +288,4 @@ def median_step(ranks: Sequence[Sequence[Sequence[Span]]]) -> list[list[Span]]:
     length = [max(s.end for one in step for s in one) - min(s.start for one in step for s in one) for step in steps]
     chosen = steps[sorted(range(len(steps)), key=lambda k: length[k])[len(steps) // 2]]
     zero = min(span.start for spans in chosen for span in spans)
-    return [[replace(s, start=s.start - zero, end=s.end - zero) for s in spans] for spans in chosen]
-
-
-def measured_panel(title: str, spans: Sequence[Span]) -> Panel:
-    return Panel(title, in_rows(spans), layer_us(spans), hidden_percent(spans), "measured")
+    return [shifted(spans, zero) for spans in chosen]
