@@ -176,6 +176,15 @@ def test_what_every_row_says_is_said_once():
     assert "<th>note" not in text
 
 
+def test_two_results_of_one_setting_show_their_own_bars(tmp_path):
+    slower = {**OVERLAP, "rows": [{**row, "median_ms": 2 * row["median_ms"]} for row in OVERLAP["rows"]]}
+    for name, document in (("first", OVERLAP), ("second", slower)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(document))
+    write_report([tmp_path], tmp_path / "out" / "report.html")
+    text = (tmp_path / "out" / "report.html").read_text()
+    assert [text.count(f"<b>{ms} ms</b>") for ms in ("24.0", "16.5", "48.0", "33.0")] == [1, 1, 1, 1]
+
+
 def test_no_field_name_is_shown_raw():
     """Of every result of this repository: words, not identifiers."""
     results = read_results([ROOT / "results"])

@@ -12,7 +12,7 @@ from ..common.charts import style as chart_style
 from ..common.files import check_can_write, replace_text
 from ..common.terminal import printable
 from ..trace.timeline_svg import NARROW, timeline_svg
-from .results import COMPARISON, OTHER, PLAN, QUALITY, VALIDATION, Bars, Results, Table, Timeline, files_of, read_results
+from .results import COMPARISON, OTHER, PLAN, QUALITY, VALIDATION, Results, Table, Timeline, files_of, read_results
 
 LABELS = {
     "planned": "computed by the cost model and the event simulator; no such machine was used",
@@ -97,9 +97,8 @@ def build_report(results: Results) -> str:
 
 
 def tables(section: str, results: Results) -> list[str]:
-    found = [one for one in results.tables if one.section == section]
-    bars = {one.table: one for one in results.bars}
-    return [f"<h2>{escape(section)}</h2>", *(table(one, bars.get(one.title)) for one in found)] if found else []
+    found = [table(one) for one in results.tables if one.section == section]
+    return [f"<h2>{escape(section)}</h2>", *found] if found else []
 
 
 def html_page(title: str, sections: Iterable[str]) -> str:
@@ -150,12 +149,12 @@ def timeline(one: Timeline) -> str:
     return f"<figure>{drawn}<figcaption>{badge(one.label)} {escape(one.setting)}</figcaption></figure>"
 
 
-def table(one: Table, bars: Bars | None = None) -> str:
+def table(one: Table) -> str:
     one = _without_constants(one)
     head = "".join(f"<th>{escape(column)}</th>" for column in one.columns)
     body = "".join(f"<tr>{''.join(map(_cell, one.columns, row))}</tr>" for row in one.rows)
     return (
-        f'<h3>{escape(one.title)} {badge(one.label)}</h3><p class="quiet">{escape(one.source)}</p>{_bars(bars) if bars else ""}'
+        f'<h3>{escape(one.title)} {badge(one.label)}</h3><p class="quiet">{escape(one.source)}</p>{_bars(one) if one.bars else ""}'
         f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
@@ -173,15 +172,14 @@ def _without_constants(one: Table) -> Table:
 
 
 def _cell(column: str, text: str) -> str:
-    return (
-        f'<td data-label="{escape(column, quote=True)}">{escape(text)}</td>'  # a phone shows the column's name beside each cell
-    )
+    """A phone shows the column's name beside each cell."""
+    return f'<td data-label="{escape(column, quote=True)}">{escape(text)}</td>'
 
 
-def _bars(one: Bars) -> str:
-    longest = max(value for _, value, _ in one.values) or 1.0
+def _bars(one: Table) -> str:
+    longest = max(value for _, value, _ in one.bars) or 1.0
     rows = (
         f'<span>{escape(name)}</span><i style="width:{100 * value / longest:.1f}%"></i><b>{escape(text)}</b>'
-        for name, value, text in one.values
+        for name, value, text in one.bars
     )
     return f'<div class="bars">{"".join(rows)}</div>'

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,13 +22,8 @@ from .figures import hybrid_chart, quality_chart, recovery_chart, step_chart
 from .words import cell, facts_of, heading, readable
 
 # Sections of the page, in order; the last only on request.
-COMPARISON, QUALITY, PLAN, OTHER, VALIDATION = (
-    "Comparison",
-    "Quality",
-    "Plan",
-    "Other measurements",
-    "How well the plan predicts",
-)
+COMPARISON, QUALITY, PLAN = "Comparison", "Quality", "Plan"
+OTHER, VALIDATION = "Other measurements", "How well the plan predicts"
 FIRST_RANK = ", rank 0"  # at the end of the title of a recorded panel
 
 
@@ -40,14 +35,7 @@ class Table:
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     section: str = OTHER
-
-
-@dataclass(frozen=True)
-class Bars:
-    """One number for each of a few things, drawn above the table of the same title."""
-
-    table: str
-    values: tuple[tuple[str, float, str], ...]  # name, number, and the number as text
+    bars: tuple[tuple[str, float, str], ...] = ()  # drawn above it: a name, a number, and the number as text
 
 
 @dataclass(frozen=True)
@@ -64,7 +52,6 @@ class Results:
     validation: bool = False  # show the planner's prediction beside what was emulated
     sentences: list[tuple[str, str]] = field(default_factory=list)  # (section, what a result says)
     tables: list[Table] = field(default_factory=list)
-    bars: list[Bars] = field(default_factory=list)
     charts: list[Chart] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
     quality: list[Mapping[str, Any]] = field(default_factory=list)  # drawn in one chart
@@ -124,6 +111,14 @@ def _load(file: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{file} must hold a JSON object, found {type(document).__name__}")
     return document
+
+
+def _table(
+    title: str, label: str, source: str, rows: Sequence[Mapping[str, str]], section: str, bars: tuple[Any, ...] = ()
+) -> Table:
+    """From rows that name their columns."""
+    columns = tuple(rows[0]) if rows else ()
+    return Table(title, label, source, columns, tuple(tuple(row.values()) for row in rows), section, bars)
 
 
 def _read_trace(results: Results, document: Mapping[str, Any], file: Path) -> None:
@@ -187,11 +182,11 @@ def _add_evaluations(results: Results) -> None:
             said = f"{name}: perplexity {ppl:.2f} against {first['ppl']:.2f} of {first['name']}."
             results.sentences.append((QUALITY, said))
     columns = ("score", *(f"{one['name']} ({one['wiring']})" if one["wiring"] else one["name"] for one in evaluations))
-    title = "Perplexity and tasks"
-    results.tables.append(Table(title, "measured", f"ladder eval; {first['facts']}", columns, tuple(rows), QUALITY))
-    values = tuple((name, ppl, f"perplexity {ppl:.2f}") for name, ppl in perplexities)
-    if values and max(ppl for _, ppl, _ in values) < 10 * min(ppl for _, ppl, _ in values):  # else all but one would be a dot
-        results.bars.append(Bars(title, values))
+    bars = tuple((name, ppl, f"perplexity {ppl:.2f}") for name, ppl in perplexities)
+    if bars and max(ppl for _, ppl in perplexities) >= 10 * min(ppl for _, ppl in perplexities):
+        bars = ()  # all but one would be a dot
+    source = f"ladder eval; {first['facts']}"
+    results.tables.append(Table("Perplexity and tasks", "measured", source, columns, tuple(rows), QUALITY, bars))
 
 
 def _read_recovery(results: Results, document: Mapping[str, Any], file: Path) -> None:
@@ -220,55 +215,41 @@ def _read_plan(results: Results, document: Mapping[str, Any], file: Path) -> Non
         gains = row["speedup"]
         best = max((name for name in gains if name.startswith("ladder")), key=lambda name: gains[name])
         rows.append(
-            (
-                f"{row.get('model', '')} on {row.get('device', '')}",
-                str(row["tp"]),
-                row["link"],
-                str(row["batch"]),
-                f"{row['tokens_per_second']['standard']:.1f}",
-                f"{row['memory_total_gb']:.1f}",
-                f"{gains['ladder']:.2f}x",
-                f"{gains[best]:.2f}x ({best})",
-                f"{gains['parallel']:.2f}x",
-                f"{gains['no-comm']:.2f}x",
-            )
+            {
+                "model": f"{row.get('model', '')} on {row.get('device', '')}",
+                "tp": str(row["tp"]),
+                "link": row["link"],
+                "batch": str(row["batch"]),
+                "standard, tokens/s": f"{row['tokens_per_second']['standard']:.1f}",
+                "GB per rank": f"{row['memory_total_gb']:.1f}",
+                "ladder": f"{gains['ladder']:.2f}x",
+                "best ladder": f"{gains[best]:.2f}x ({best})",
+                "parallel": f"{gains['parallel']:.2f}x",
+                "no communication": f"{gains['no-comm']:.2f}x",
+            }
         )
         if row.get("advice"):
             results.sentences.append((PLAN, f"Planned: {row['advice']}"))
-    columns = (
-        "model",
-        "tp",
-        "link",
-        "batch",
-        "standard, tokens/s",
-        "GB per rank",
-        "ladder",
-        "best ladder",
-        "parallel",
-        "no communication",
-    )
-    results.tables.append(Table(f"Plan: {file.stem}", "planned", "ladder plan --json", columns, tuple(rows), PLAN))
+    results.tables.append(_table(f"Plan: {file.stem}", "planned", "ladder plan --json", rows, PLAN))
     if hybrid := [row for row in document["rows"] if row.get("hybrid")]:
         results.charts.append(hybrid_chart(_key(results, "hybrid", file), hybrid))
 
 
 def _read_overlap(results: Results, document: Mapping[str, Any], file: Path) -> None:
-    rows = tuple(
-        (
-            readable(row["wiring"]),
-            f"{row['median_ms']:.2f}",
-            f"{row['p25_ms']:.2f} to {row['p75_ms']:.2f}" if "p25_ms" in row else "",
-            f"{row['speedup']:.2f}x" if "speedup" in row else "",
-            f"{row['hidden_percent']:.0f} %" if row.get("hidden_percent") is not None else "",
-        )
+    rows = [
+        {
+            "wiring": readable(row["wiring"]),
+            "ms per step, median": f"{row['median_ms']:.2f}",
+            "quartiles": f"{row['p25_ms']:.2f} to {row['p75_ms']:.2f}" if "p25_ms" in row else "",
+            "speed-up": f"{row['speedup']:.2f}x" if "speedup" in row else "",
+            "communication hidden": f"{row['hidden_percent']:.0f} %" if row.get("hidden_percent") is not None else "",
+        }
         for row in document["rows"]
-    )
-    columns = ("wiring", "ms per step, median", "quartiles", "speed-up", "communication hidden")
+    ]
     where = f"tp {document['tp']}, batch {document['batch']}, {document['link']}"
     title = f"{document.get('model', 'Decode steps')}: {where}"
-    results.tables.append(Table(title, "measured", f"ladder bench overlap; {facts_of(document)}", columns, rows, COMPARISON))
     steps = tuple((readable(row["wiring"]), float(row["median_ms"]), f"{row['median_ms']:.1f} ms") for row in document["rows"])
-    results.bars.append(Bars(title, steps))
+    results.tables.append(_table(title, "measured", f"ladder bench overlap; {facts_of(document)}", rows, COMPARISON, steps))
     converted = [row for row in document["rows"] if row["wiring"] not in ("standard", "no-comm") and row.get("speedup")]
     if converted:
         best = max(converted, key=lambda row: row["speedup"])
@@ -285,20 +266,17 @@ def _read_emulated(results: Results, document: Mapping[str, Any], file: Path) ->
     standard = {(p.group, p.batch, p.link): p.measured for p in points if p.wiring == "standard"}
     for point in points:
         gain = standard.get((point.group, point.batch, point.link), 0.0) / point.measured
-        where = (point.wiring, str(point.batch), point.link, point.group)
-        rows.append((*where, f"{point.measured:.2f}", f"{gain:.2f}x" if gain else ""))
-        planned = point.predicted()
+        where = {"wiring": point.wiring, "batch": str(point.batch), "all-reduce": point.link, "engine": point.group}
+        measured, planned = f"{point.measured:.2f}", point.predicted()
+        rows.append({**where, "ms per step": measured, "speed-up": f"{gain:.2f}x" if gain else ""})
         # A point that constants were fitted on agrees by construction, so no error is shown.
         error = f"{100 * (planned / point.measured - 1):+.1f} %" if point.role == "check" else "fitted on it"
-        checked.append((*where, f"{point.measured:.2f}", f"{planned:.2f}", error))
+        checked.append({**where, "emulated, ms": measured, "planned, ms": f"{planned:.2f}", "error of the plan": error})
     title = f"Emulated rank: {file.stem}"
-    where_columns: tuple[str, ...] = ("wiring", "batch", "all-reduce", "engine")
     source = str(document.get("source") or f"ladder bench decode; {facts_of(document)}")
-    columns = where_columns + ("ms per step", "speed-up")
-    results.tables.append(Table(title, "emulated", source, columns, tuple(rows), COMPARISON))
+    results.tables.append(_table(title, "emulated", source, rows, COMPARISON))
     if results.validation:
-        columns = where_columns + ("emulated, ms", "planned, ms", "error of the plan")
-        results.tables.append(Table(title, "emulated", source, columns, tuple(checked), VALIDATION))
+        results.tables.append(_table(title, "emulated", source, checked, VALIDATION))
     for group, batch in dict.fromkeys((point.group, point.batch) for point in points):
         mine = [point for point in points if (point.group, point.batch) == (group, batch)]
         if len({point.link for point in mine}) > 1:

@@ -16,19 +16,7 @@ NAMES = {
     "pdl": "launched early (PDL)",
 }
 UNITS = {"ms": "ms", "us": "us", "s": "s", "seconds": "s", "gb": "GB", "percent": "%", "bytes": "bytes", "tflops": "TFLOP/s"}
-FACTS = {
-    "model": "model",
-    "layers": "layers",
-    "tp": "tp",
-    "batch": "batch",
-    "prompt": "prompt",
-    "context": "context",
-    "gpu": "GPU",
-    "machine": "machine",
-    "dtype": "dtype",
-    "torch": "torch",
-    "date": "date",
-}
+FACTS = ("model", "layers", "tp", "batch", "prompt", "context", "gpu", "machine", "dtype", "torch", "date")
 
 
 def readable(name: str) -> str:
@@ -49,7 +37,7 @@ def heading(name: str) -> str:
 
 def facts_of(document: Mapping[str, Any]) -> str:
     """What a result says of its model and machine, in one line."""
-    found = {word: document.get(field) for field, word in FACTS.items()}
+    found = {"GPU" if name == "gpu" else name: document.get(name) for name in FACTS}
     return ", ".join(f"{word} {value}" for word, value in found.items() if isinstance(value, str | int | float))
 
 
