@@ -15,8 +15,10 @@ from typing import Annotated
 
 import typer
 
-from ladder_residual.cli.plan import HardwareFiles, Json, load_hardware
+from ladder_residual.cli.options import Json
+from ladder_residual.cli.plan import HardwareFiles
 from ladder_residual.distributed.launch import run_command
+from ladder_residual.plan.api import with_files
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, help="How right the planner is.")
 Results = list[Path] | None
@@ -38,7 +40,7 @@ def validate(
 
     engine_files, overlap_files = repository_results()
     chosen = (_files(engine_results, engine_files), _files(overlap_results, overlap_files))
-    result = validate(*chosen, load_hardware(hardware))
+    result = validate(*chosen, with_files(hardware or []))
     if as_json:
         print(json.dumps(result.to_dict()))
     else:

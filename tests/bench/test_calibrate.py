@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from ladder_residual.bench.calibrate import calibrate, check_name, fitted_gap, planned_ms, read_toml
+from ladder_residual.bench.calibrate import calibrate, fitted_gap, planned_ms, read_toml
 from ladder_residual.bench.calibrate_measure import Sizes, memory_bytes, step_shape
+from ladder_residual.bench.checks import check_name
 from ladder_residual.distributed.world import World
 from ladder_residual.models.presets import ModelShape
 from ladder_residual.plan.api import plan

@@ -9,35 +9,30 @@ communication are predicted with them and printed beside what they took.
 
 from __future__ import annotations
 
-import re
+import tomllib
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ..distributed.world import World
-    from ..models.presets import ModelShape
-    from ..plan.hardware import Hardware
-    from .calibrate_measure import Sizes
+from ..common.environment import environment
+from ..distributed.world import World
+from ..links.link import Link
+from ..models.loading import DTYPES
+from ..models.presets import ModelShape
+from ..models.random_weights import random_model
+from ..plan.calibration import device_toml, link_toml, with_measured_step
+from ..plan.hardware import Hardware, shipped
+from ..plan.planner import Case, engine_on
+from .calibrate_measure import STEP_PROMPT, Sizes, measure_link, measure_rates, measure_step, step_shape
+from .checks import check_name
 
 CALIBRATED_BATCHES = (1, 4)  # the gaps of a module with one row, and with more
 CHECKED_BATCH = 8
-
-
-def check_name(name: str) -> None:
-    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,40}", name):
-        raise ValueError(f"--name is lower-case letters, digits and '-', at most 41 of them; got {name!r}")
 
 
 def calibrate(
     world: World, *, name: str = "here", dtype: str = "auto", shape: ModelShape | None = None, sizes: Sizes | None = None
 ) -> dict[str, Any]:
     """Measure, fit, check. Every rank takes part; the result (with the file as ``toml``) is the same on all."""
-    from ..common.environment import environment
-    from ..models.loading import DTYPES
-    from ..plan.calibration import device_toml, link_toml
-    from .calibrate_measure import measure_link, measure_rates, measure_step, step_model, step_shape
-
     check_name(name)
     if dtype == "auto":
         dtype = "float32" if world.device.type == "cpu" else "bfloat16"
@@ -46,7 +41,8 @@ def calibrate(
     kind = DTYPES[dtype]
     facts = environment()
     ranks = f"{world.size} rank{'s' if world.size > 1 else ''} at once"
-    about = f"{_processor(world, facts)}, {ranks}, {dtype}, {facts['date']}, torch {facts['torch']}"
+    processor = facts["machine" if world.device.type == "cpu" else "gpu"]
+    about = f"{processor}, {ranks}, {dtype}, {facts['date']}, torch {facts['torch']}"
     if kind.itemsize != 2:
         about += f" (a number of {kind.itemsize} bytes counts as the planner's 2)"
 
@@ -59,7 +55,7 @@ def calibrate(
     if world.device.type == "cpu":  # on a GPU the gaps are those of the engine, not of the eager model timed here
         table["engine"] = "cpu"
         hardware = read_toml(device_toml(name, **table) + link)
-        model = step_model(world, kind, shape)
+        model = random_model(shape, world, kind)
         for batch, field in zip(CALIBRATED_BATCHES, ("module_us", "module_us_batched"), strict=True):
             measured = measure_step(world, model, "no-comm", batch)
             table[field] = fitted_gap(hardware, name, shape, world.size, batch, measured)
@@ -68,15 +64,8 @@ def calibrate(
             measured = measure_step(world, model, wiring, CHECKED_BATCH)
             planned = planned_ms(hardware, name, shape, world.size, CHECKED_BATCH, wiring)
             error = 100 * (planned / measured - 1)
-            checks.append(
-                {
-                    "wiring": wiring,
-                    "batch": CHECKED_BATCH,
-                    "measured_ms": measured,
-                    "planned_ms": planned,
-                    "error_percent": error,
-                }
-            )
+            took = {"measured_ms": measured, "planned_ms": planned, "error_percent": error}
+            checks.append({"wiring": wiring, "batch": CHECKED_BATCH, **took})
     return {
         "benchmark": "calibrate",
         "toml": f"# Written by `ladder bench calibrate`.\n{device_toml(name, **table)}{link}",
@@ -91,50 +80,20 @@ def calibrate(
     }
 
 
-def _processor(world: World, facts: dict[str, Any]) -> str:
-    if world.device.type == "cpu":
-        return str(facts["machine"])
-    import torch
-
-    return torch.cuda.get_device_name(world.device)
-
-
 def read_toml(text: str) -> Hardware:
     """The shipped hardware and what ``text`` adds, as ``--hardware`` would read it."""
-    import tempfile
-
-    from ..plan.hardware import shipped
-
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "hardware.toml"
-        file.write_text(text)
-        return shipped().extended(file)
+    return shipped().with_tables(tomllib.loads(text), "calibration")
 
 
-def _case(hardware: Hardware, name: str, shape: ModelShape, tp: int, batch: int, *, quiet: bool) -> Any:
-    from ..links.link import Link
-    from ..plan.planner import Case, engine_on
-    from .calibrate_measure import STEP_PROMPT
-
+def _case(hardware: Hardware, name: str, shape: ModelShape, tp: int, batch: int, *, quiet: bool) -> Case:
     device = hardware.device(name)
     link = Link(name="none", title="none") if quiet else hardware.link(name, device)
-    return Case(
-        model=shape,
-        device=device,
-        link=link,
-        engine=engine_on(device),
-        tp=tp,
-        batch=batch,
-        prompt=STEP_PROMPT,
-        new=2,
-        real_ranks=not quiet,
-    )
+    where: dict[str, Any] = {"device": device, "link": link, "engine": engine_on(device), "tp": tp, "real_ranks": not quiet}
+    return Case(model=shape, **where, batch=batch, prompt=STEP_PROMPT, new=2)
 
 
 def fitted_gap(hardware: Hardware, name: str, shape: ModelShape, tp: int, batch: int, measured_ms: float) -> float:
     """Microseconds of gaps in a module that explain a step without communication."""
-    from ..plan.calibration import with_measured_step
-
     case = _case(hardware, name, shape, tp, batch, quiet=True)
     profile = with_measured_step(case, case.decode_phase(), measured_ms)
     return max(0.1, profile.module_us if batch == 1 else profile.module_us_batched)  # 0 in the file would mean: not measured

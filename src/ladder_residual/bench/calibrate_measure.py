@@ -20,7 +20,6 @@ from ..core.reduce import Reducer
 from ..distributed.world import World
 from ..generation.decode_loop import DecodeLoop, synchronize
 from ..models.presets import ModelShape
-from ..models.random_weights import random_model
 from ..plan.cost import DTYPE_BYTES as UNIT_BYTES
 from .overlap import COMPUTE
 
@@ -111,10 +110,6 @@ def measure_link(
 
 def step_shape(layers: int = STEP_LAYERS) -> ModelShape:
     return replace(ModelShape.from_name(STEP_MODEL), num_layers=layers)
-
-
-def step_model(world: World, dtype: torch.dtype, shape: ModelShape) -> PreTrainedModel:
-    return random_model(shape, world, dtype)
 
 
 @torch.inference_mode()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 PHASES = ("decode", "prefill", "e2e")
 LEAST_REPEATS = 5
@@ -14,16 +15,13 @@ def check_repeats(repeats: int) -> None:
         raise ValueError(f"--repeats must be at least {LEAST_REPEATS} to say anything about spread, got {repeats}")
 
 
-class SlowReduce(NamedTuple):
-    """An emulated all-reduce that lasted longer than its link says."""
-
-    batch: int
-    link: str
-    link_us: float
-    measured_us: float
+def check_name(name: str) -> None:
+    """Of a device and a link that ``ladder bench calibrate`` writes."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]{0,40}", name):
+        raise ValueError(f"--name is lower-case letters, digits and '-', at most 41 of them; got {name!r}")
 
 
-def slow_reduces(rows: Sequence[Mapping[str, Any]], layers: int) -> list[SlowReduce]:
+def _slow_reduces(rows: Sequence[Mapping[str, Any]], layers: int) -> list[str]:
     """An emulated all-reduce copies its message, and copying may take longer than the link it stands for. The time standard waits for
     each of its all-reduces shows that; its kernels may start a little later too, so a tenth is allowed. Links without PDL are
     longer on purpose."""
@@ -34,7 +32,7 @@ def slow_reduces(rows: Sequence[Mapping[str, Any]], layers: int) -> list[SlowRed
         if (without := steps.get((batch, "none"))) is not None and link != "none" and row.get("pdl", True):
             waited = 1e3 * (row[field] - without[field]) / (2 * layers)
             if waited > 1.1 * row["link_us"] + 1:
-                found.append(SlowReduce(batch, link, row["link_us"], waited))
+                found.append(f"batch {batch}, {link}: all-reduces lasted {waited:.1f} us where the link says {row['link_us']}")
     return found
 
 
@@ -43,10 +41,7 @@ def warnings_of(result: Mapping[str, Any]) -> list[str]:
     rows = result["rows"]
     lines = []
     if rows and all("link_us" in row for row in rows):
-        lines += [
-            f"batch {slow.batch}, {slow.link}: all-reduces lasted {slow.measured_us:.1f} us where the link says {slow.link_us}"
-            for slow in slow_reduces(rows, result["layers"])
-        ]
+        lines += _slow_reduces(rows, result["layers"])
     share = max((row["roofline_share"] for row in rows if "roofline_share" in row), default=0.0)
     if share > 1:
         fastest = share * result["read_bandwidth_tb_s"]

@@ -191,25 +191,10 @@ def measure_overlap(
     }
 
 
-def run(
-    world: World,
-    *,
-    source: str,
-    layers: int | None = None,
-    wirings: list[str],
-    latency: float | None,
-    batch: int,
-    prompt: int,
-    repeats: int,
-    dtype: str = "float32",
-    phase: str = "decode",
-    new: int = 1,
-) -> dict[str, Any]:
+def run(world: World, *, source: str, layers: int | None = None, dtype: str = "float32", **options: Any) -> dict[str, Any]:
     """The command: ``source`` is a checkpoint directory or the name of a published shape (random weights)."""
     model = load_or_random_model(source, world, layers=layers, dtype=dtype)
-    result = measure_overlap(
-        world, model=model, wirings=wirings, latency=latency, batch=batch, prompt=prompt, repeats=repeats, phase=phase, new=new
-    )
+    result = measure_overlap(world, model=model, **options)
     return {"model": source, "weights": "checkpoint" if Path(source).is_dir() else "random", **result}
 
 

@@ -41,7 +41,11 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict tokens/s, memory and speed-up of every wiring on a machine, without a GPU."""
-    known = load_hardware(hardware)
+    from ..plan.api import plan as run
+    from ..plan.api import with_files
+    from ..plan.planner import hybrid_curve
+
+    known = with_files(hardware or [])
     if catalogue:
         _print_catalogue(known, as_json)
         return
@@ -49,9 +53,6 @@ def plan(
         raise ValueError(
             "say which model: --model llama-3-70b, a directory with config.json, or a hub id (--list shows the presets)"
         )
-    from ..plan.api import plan as run
-    from ..plan.planner import hybrid_curve
-
     rows = run(
         model,
         device=device,
@@ -79,12 +80,6 @@ def plan(
     for row, curve in zip(rows, curves, strict=True):
         if curve:
             print_curve(row, curve)
-
-
-def load_hardware(files: list[Path] | None) -> Any:
-    from ..plan.api import with_files
-
-    return with_files(files or [])
 
 
 def _print_catalogue(hardware: Any, as_json: bool) -> None:

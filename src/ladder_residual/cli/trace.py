@@ -15,7 +15,7 @@ from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import on_ranks
 from .options import Device, Dtype, Json, MeasuredRanks, ShareGpu, Wirings, split_wirings
-from .plan import HardwareFiles, load_hardware
+from .plan import HardwareFiles
 
 
 class _RecordByDefault(TyperGroup):
@@ -115,11 +115,12 @@ def trace_planned(
     as_json: Json = False,
 ) -> None:
     """Write trace.json (chrome://tracing, ui.perfetto.dev) and timeline.svg of a simulated forward pass."""
+    from ..plan.api import with_files
     from ..plan.planner import make_cases
     from ..trace.panel import planned_panel, write_trace
 
     asked = {"device": device, "tp": [tp], "link": [link], "batch": [batch], "prompt": prompt, "new": new}
-    [(name, case)] = make_cases(model, **asked, engine_name=engine, hardware=load_hardware(hardware))  # type: ignore[arg-type]
+    [(name, case)] = make_cases(model, **asked, engine_name=engine, hardware=with_files(hardware or []))  # type: ignore[arg-type]
     panels = [planned_panel(case, wiring, prefill=prefill) for wiring in split_wirings(wirings)]
     kind = "prefill" if prefill else "decode step"
     where = f"{name} on {case.device.title}, tp {tp}, {link}, batch {batch}"

@@ -61,12 +61,17 @@ def _place(chart: Chart, x: float, y: float, frame: tuple[float, float, float, f
     return left + across * (right - left), HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM)
 
 
+def round_step(least: float) -> float:
+    """The next round number from ``least`` on."""
+    power = 10 ** math.floor(math.log10(least))
+    return next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= least)
+
+
 def nice_ticks(low: float, high: float) -> list[float]:
     """About five round numbers that cover low to high."""
     if not high > low:
         return [low]
-    power = 10 ** math.floor(math.log10((high - low) / 5))
-    step = next(power * m for m in (1, 2, 2.5, 5, 10) if (high - low) / (power * m) <= 5)
+    step = round_step((high - low) / 5)
     first = math.floor(low / step)
     return [round(step * (first + i), 10) for i in range(math.ceil(high / step) - first + 1)]
 

@@ -5,6 +5,7 @@ What a constant was calibrated on is never counted as a check of it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -42,13 +43,11 @@ def fit_link(samples: Sequence[tuple[float, float]], ranks: int) -> tuple[float,
         raise ValueError("a link needs timings of at least two message sizes")
     if any(not (size > 0 and us > 0) for size, us in samples):
         raise ValueError("message sizes and times must be above 0")
+    import numpy as np
+
     # Weighted by 1 / time, so that large messages do not drown the latency.
-    ones = [1 / us for _, us in samples]
-    wires = [2 * (ranks - 1) / ranks * size / us for size, us in samples]
-    aa, ab, bb = _dot(ones, ones), _dot(ones, wires), _dot(wires, wires)
-    a, b = sum(ones), sum(wires)
-    determinant = aa * bb - ab * ab
-    alpha, per_byte = (a * bb - b * ab) / determinant, (aa * b - ab * a) / determinant
+    terms = [(1 / us, 2 * (ranks - 1) / ranks * size / us) for size, us in samples]
+    alpha, per_byte = map(float, np.linalg.lstsq(np.array(terms), np.ones(len(terms)), rcond=None)[0])
     if per_byte <= 0:
         raise ValueError("larger messages were not slower: time larger ones, the bandwidth cannot be seen in these")
     return max(0.0, alpha), 1e-3 / per_byte
@@ -57,38 +56,16 @@ def fit_link(samples: Sequence[tuple[float, float]], ranks: int) -> tuple[float,
 def link_toml(name: str, samples: Sequence[tuple[float, float]], ranks: int, source: str) -> str:
     """A [links.NAME] table for ``--hardware``."""
     alpha, bandwidth = fit_link(samples, ranks)
-    return (
-        f'[links.{name}]\ntitle = "measured, {ranks} ranks"\nalpha_us = {alpha:.3f}\nbandwidth_gbs = {bandwidth:.4g}\n'
-        f"ranks = {ranks}\nsource = {_quoted(source)}\n"
-    )
+    title = f"measured, {ranks} ranks"
+    return _table(f"links.{name}", title=title, alpha_us=alpha, bandwidth_gbs=bandwidth, ranks=ranks, source=source)
 
 
-def device_toml(
-    name: str,
-    *,
-    memory_gb: float,
-    read_gbs: float,
-    tflops: float,
-    source: str,
-    batched_read_share: float = 1.0,
-    engine: str = "",
-    module_us: float = 0.0,
-    module_us_batched: float = 0.0,
-) -> str:
-    """A [devices.NAME] table; measured rates are what is achieved, so their shares are 1."""
-    text = (
-        f"[devices.{name}]\ntitle = {_quoted(source)}\nmemory_gb = {memory_gb:.4g}\nbandwidth_gbs = {read_gbs:.5g}\n"
-        f"tflops = {tflops:.4g}\nbandwidth_share = 1.0\nflop_share = 1.0\n"
-        f"batched_read_share = {batched_read_share:.4g}\n"
-    )
-    if engine:
-        text += f"engine = {_quoted(engine)}\nmodule_us = {module_us:.4g}\nmodule_us_batched = {module_us_batched:.4g}\n"
-    return text
+def device_toml(name: str, *, source: str, read_gbs: float, **measured: float | str) -> str:
+    """A [devices.NAME] table from fields of ``Device``; measured rates are what is achieved, so their shares are 1."""
+    return _table(f"devices.{name}", title=source, bandwidth_gbs=read_gbs, bandwidth_share=1.0, flop_share=1.0, **measured)
 
 
-def _dot(a: Sequence[float], b: Sequence[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ") + '"'
+def _table(heading: str, **values: float | str) -> str:
+    """In TOML; a JSON string is one of TOML as well."""
+    lines = (f"{key} = {json.dumps(value) if isinstance(value, str) else f'{value:.5g}'}\n" for key, value in values.items())
+    return f"[{heading}]\n{''.join(lines)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from ..common.recipe import Range, build_named
 from ..common.suggest import did_you_mean
@@ -34,9 +34,8 @@ class Device:
     batched_read_share: Share = 1.0  # of that bandwidth, what GEMMs of more than one row reach
     allreduce: str = ""  # the device's name in the all-reduce table, if it was measured
     engine: str = ""  # the engine profile this device implies (CPU hosts)
-    module_us: Microseconds = (
-        0.0  # gaps of a module as measured on this device, batch 1 and larger; 0: those of the engine profile
-    )
+    # Gaps of a module as measured on this device, batch 1 and larger; 0: those of the engine profile.
+    module_us: Microseconds = 0.0
     module_us_batched: Microseconds = 0.0
 
 
@@ -80,8 +79,11 @@ class Hardware:
         if strange or not document:
             found = ", ".join(map(repr, sorted(strange))) or "nothing"
             raise ValueError(f"hardware file {path}: expected [devices.NAME] and [links.NAME] tables, found {found:.60}")
-        devices = build_named(Device, document.get("devices", {}), "devices", str(path))
-        return Hardware({**self.devices, **devices}, {**self.links, **read_links(document.get("links", {}), str(path))})
+        return self.with_tables(document, str(path))
+
+    def with_tables(self, document: Mapping[str, Any], where: str) -> Hardware:
+        devices = build_named(Device, document.get("devices", {}), "devices", where)
+        return Hardware({**self.devices, **devices}, {**self.links, **read_links(document.get("links", {}), where)})
 
 
 @cache

@@ -120,9 +120,7 @@ class PlanRow:
     kv_cache_dtype: str
     tokens_per_second: dict[str, float]  # by wiring, prefill included
     ms_per_token: dict[str, float]  # by wiring: one decode step
-    step_ms: dict[
-        str, dict[str, float]
-    ]  # by wiring: that step as compute, hidden and exposed all-reduces (Timeline.breakdown_us)
+    step_ms: dict[str, dict[str, float]]  # by wiring: that step as compute, hidden and exposed all-reduces
     prefill_ms: dict[str, float]
     speedup: dict[str, float]  # over standard, whole generation
     hidden_percent: dict[str, float]  # of the communication time of a decode step

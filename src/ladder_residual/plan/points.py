@@ -14,7 +14,7 @@ from ..links.link import Link
 from ..models.presets import ModelShape
 from .calibration import with_measured_overlap, with_measured_step
 from .cost import EngineProfile, Phase, engine
-from .hardware import Hardware
+from .hardware import Device, Hardware
 from .planner import TWO_STREAM, Case
 
 # For fitting: the shipped profile or link, or one with other constants.
@@ -112,17 +112,8 @@ def _decode_points(data: Mapping[str, Any], source: str, hardware: Hardware) -> 
             continue
         # The copy that stands for an all-reduce lasts as long as it says, so nothing is added to it.
         link = replace(hardware.link("emulated", device), alpha_us=float(row["link_us"]), in_situ_us=0.0)
-        case = Case(
-            model=replace(ModelShape.from_name(data["model"]), num_layers=int(data["layers"])),
-            device=device,
-            link=link,
-            engine=engine("fused"),
-            tp=int(data["tp"]),
-            batch=int(row["batch"]),
-            prompt=1,
-            new=2,
-            real_ranks=False,
-        )
+        model = replace(ModelShape.from_name(data["model"]), num_layers=int(data["layers"]))
+        case = _emulated_case({**data, **row}, model, device, link, engine("fused"))
         wiring, schedule, ms = row["wiring"], row["schedule"], float(row["ms_per_token"])
         if schedule == "interleaved":  # which the planner has not: what the engine's start gave the schedules it has
             tried = {name: float(time) for name, time in row["schedules_tried_ms"].items() if name != "interleaved"}
@@ -131,9 +122,13 @@ def _decode_points(data: Mapping[str, Any], source: str, hardware: Hardware) -> 
             schedule, ms = min(tried.items(), key=lambda item: item[1])
         wiring = TWO_STREAM if wiring == "ladder" and schedule == "two_stream" else wiring
         group = f"{data['model']}, fused on {name}"
-        context = float(data["context"])
-        points.append(Point(source, group, "check", case, wiring, ms, context))
+        points.append(Point(source, group, "check", case, wiring, ms, float(data["context"])))
     return points
+
+
+def _emulated_case(row: Mapping[str, Any], model: ModelShape, device: Device, link: Link, engine: EngineProfile) -> Case:
+    where: dict[str, Any] = {"model": model, "device": device, "link": link, "engine": engine, "tp": int(row["tp"])}
+    return Case(**where, batch=int(row["batch"]), prompt=1, new=2, real_ranks=False)
 
 
 def emulated_point(
@@ -148,16 +143,7 @@ def emulated_point(
     wait = float(row["allreduce_us"])
     link = replace(link, alpha_us=wait, in_situ_us=link.in_situ_us if wait else 0.0)
     name = row["model"]
-    case = Case(
-        model=ModelShape.from_name(name) if isinstance(name, str) else ModelShape(**name),
-        device=device,
-        link=link,
-        engine=engine_of(row["engine"]),
-        tp=int(row["tp"]),
-        batch=int(row["batch"]),
-        prompt=1,
-        new=2,
-        real_ranks=False,
-    )
+    model = ModelShape.from_name(name) if isinstance(name, str) else ModelShape(**name)
+    case = _emulated_case(row, model, device, link, engine_of(row["engine"]))
     group = f"{row['engine']} on {row['device']}"
     return Point(source, group, row["role"], case, row["wiring"], float(row["ms"]), float(row["context"]))

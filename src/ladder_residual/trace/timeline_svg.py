@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from html import escape
 
+from ..common.charts import round_step
 from ..plan.schedule import COMM, is_communication
 from .panel import WAITING, Panel, Span
 
@@ -101,7 +102,7 @@ class _Canvas:
         return parts, at - top
 
     def axis(self, top: float) -> list[str]:
-        step = _round_step(self.longest / (4 if self.narrow else 8))
+        step = round_step(self.longest / (4 if self.narrow else 8))
         parts = []
         for tick in range(int(self.longest / step) + 1):
             x = self.left + tick * step * self.scale
@@ -133,15 +134,12 @@ def _layer_starts(panel: Panel) -> dict[int, float]:
 def _box(span: Span, begin: float, end: float, scale: float, edge: float, top: float) -> str:
     left = (max(begin, span.start) - begin) * scale
     width = (min(end, span.end) - begin) * scale - left
-    kind = (
-        "waiting"
-        if span.name == WAITING
-        else "comm"
-        if is_communication(span.row)
-        else "mlp"
-        if span.name == "MLP"
-        else "attention"
-    )
+    if span.name == WAITING:
+        kind = "waiting"
+    elif is_communication(span.row):
+        kind = "comm"
+    else:
+        kind = "mlp" if span.name == "MLP" else "attention"
     text = {"waiting": "waits", "comm": "all-reduce"}.get(kind, span.name)
     hint = f"<title>{escape(span.name)}, layer {span.layer}: {_time(span.end - span.start)}</title>"
     x, middle = edge + left, edge + left + width / 2
@@ -155,8 +153,3 @@ def _box(span: Span, begin: float, end: float, scale: float, edge: float, top: f
 
 def _time(us: float) -> str:
     return f"{us / 1e3:.2f} ms" if us >= 1e3 else f"{us:.0f} us"
-
-
-def _round_step(about: float) -> float:
-    power = 10 ** math.floor(math.log10(about))
-    return next(power * m for m in (1, 2, 5, 10) if power * m >= about)
