@@ -25,10 +25,11 @@ from ..adapt.settings import (
 from .options import Device
 
 
-def default(name: str, text: str) -> str:
-    """Help that cannot differ from what a run does."""
-    value = getattr(AdaptSettings, name)
-    return f"{text}; default: {value:g}." if isinstance(value, float) else f"{text}; default: {value}."
+def option(name: str, text: str, *flags: str) -> Any:
+    """An option that says the default of its setting."""
+    default = getattr(AdaptSettings, name)
+    shown = f"{default:g}" if isinstance(default, float) else default
+    return typer.Option(*flags, help=f"{text}; default: {shown}.")
 
 
 def adapt(
@@ -46,55 +47,37 @@ def adapt(
         typer.Option(help="Text to measure on, never trained on; may be repeated; default: 5 % of the rows of --data."),
     ] = None,
     out: Annotated[str | None, typer.Option(help="Directory for the result; default: STUDENT-recovered.")] = None,
-    method: Annotated[str | None, typer.Option(help=default("method", choices(Method)))] = None,
+    method: Annotated[str | None, option("method", choices(Method))] = None,
     control: Annotated[
         bool, typer.Option("--control", help="Train the unchanged model instead, everything else alike.")
     ] = False,
     tokens: Annotated[int | None, typer.Option(help="How many tokens to train on; default: --epochs of the data.")] = None,
-    epochs: Annotated[float | None, typer.Option(help=default("epochs", "Passes over the data"))] = None,
+    epochs: Annotated[float | None, option("epochs", "Passes over the data")] = None,
     sequence: Annotated[
         int | None, typer.Option(help="Tokens of a row; default: 1024, or the student's context if that is shorter.")
     ] = None,
-    batch_tokens: Annotated[
-        int | None, typer.Option(help=default("batch_tokens", "Tokens of an optimizer step, over all ranks"))
-    ] = None,
+    batch_tokens: Annotated[int | None, option("batch_tokens", "Tokens of an optimizer step, over all ranks")] = None,
     micro_rows: Annotated[
         int | None, typer.Option(help="Rows at a time on a device, the rest is accumulated; default: all of a step.")
     ] = None,
-    learning_rate: Annotated[
-        float | None, typer.Option("--learning-rate", "--lr", help=default("learning_rate", "Peak of the schedule"))
-    ] = None,
-    schedule: Annotated[str | None, typer.Option(help=default("schedule", choices(Schedule)))] = None,
-    warmup: Annotated[
-        float | None, typer.Option(help=default("warmup", "Share of the steps, or their number if 1 or more"))
-    ] = None,
-    optimizer: Annotated[str | None, typer.Option(help=default("optimizer", choices(Optimizer)))] = None,
-    weight_decay: Annotated[float | None, typer.Option(help=default("weight_decay", "Of the optimizer"))] = None,
-    temperature: Annotated[
-        float | None, typer.Option(help=default("temperature", "Of both distributions in distillation"))
-    ] = None,
-    top_k: Annotated[
-        int | None, typer.Option(help=default("top_k", "Compare the teacher's k likeliest words, 0 the whole vocabulary"))
-    ] = None,
-    data_weight: Annotated[
-        float | None, typer.Option(help=default("data_weight", "Weight of the text's own loss beside the teacher"))
-    ] = None,
-    hidden_weight: Annotated[
-        float | None, typer.Option(help=default("hidden_weight", "Weight of matching the teacher's hidden states"))
-    ] = None,
+    learning_rate: Annotated[float | None, option("learning_rate", "Peak of the schedule", "--learning-rate", "--lr")] = None,
+    schedule: Annotated[str | None, option("schedule", choices(Schedule))] = None,
+    warmup: Annotated[float | None, option("warmup", "Share of the steps, or their number if 1 or more")] = None,
+    optimizer: Annotated[str | None, option("optimizer", choices(Optimizer))] = None,
+    weight_decay: Annotated[float | None, option("weight_decay", "Of the optimizer")] = None,
+    temperature: Annotated[float | None, option("temperature", "Of both distributions in distillation")] = None,
+    top_k: Annotated[int | None, option("top_k", "Compare the teacher's k likeliest words, 0 the whole vocabulary")] = None,
+    data_weight: Annotated[float | None, option("data_weight", "Weight of the text's own loss beside the teacher")] = None,
+    hidden_weight: Annotated[float | None, option("hidden_weight", "Weight of matching the teacher's hidden states")] = None,
     stage: Annotated[
         list[str] | None, typer.Option(help="Progressive conversion: wirings on the way to the student's own, in order.")
     ] = None,
-    stages_share: Annotated[
-        float | None, typer.Option(help=default("stages_share", "Share of the run until the last stage is reached"))
-    ] = None,
+    stages_share: Annotated[float | None, option("stages_share", "Share of the run until the last stage is reached")] = None,
     anneal: Annotated[
         float | None, typer.Option(help="Share of the run over which all layers go from standard to ladder; default: at once.")
     ] = None,
-    anneal_kl: Annotated[
-        float | None, typer.Option(help=default("anneal_kl", "KL to the teacher above which the annealing pauses"))
-    ] = None,
-    lora_rank: Annotated[int | None, typer.Option(help=default("lora_rank", "Rank of the adapters of --method lora"))] = None,
+    anneal_kl: Annotated[float | None, option("anneal_kl", "KL to the teacher above which the annealing pauses")] = None,
+    lora_rank: Annotated[int | None, option("lora_rank", "Rank of the adapters of --method lora")] = None,
     merge: Annotated[
         bool | None,
         typer.Option(
@@ -102,31 +85,23 @@ def adapt(
             help="Merge what --method lora trained, or write it alone; default: merge into plain weights.",
         ),
     ] = None,
-    too_long: Annotated[
-        str | None, typer.Option(help=default("too_long", f"Chats longer than a row: {choices(TooLong)}"))
-    ] = None,
-    parallel: Annotated[
-        str | None, typer.Option(help=default("parallel", f"Under torchrun: {choices(Parallel)} (auto is ddp)"))
-    ] = None,
-    precision: Annotated[
-        str | None, typer.Option(help=default("precision", f"{choices(Precision)} (auto is bf16 on a GPU)"))
-    ] = None,
+    too_long: Annotated[str | None, option("too_long", f"Chats longer than a row: {choices(TooLong)}")] = None,
+    parallel: Annotated[str | None, option("parallel", f"Under torchrun: {choices(Parallel)} (auto is ddp)")] = None,
+    precision: Annotated[str | None, option("precision", f"{choices(Precision)} (auto is bf16 on a GPU)")] = None,
     compile: Annotated[
         bool | None, typer.Option("--compile/--no-compile", help="torch.compile, pays on a GPU; default: no.")
     ] = None,
     gradient_checkpointing: Annotated[
         bool | None, typer.Option("--checkpointing/--no-checkpointing", help="Less memory, a third more compute; default: no.")
     ] = None,
-    save_every: Annotated[
-        int | None, typer.Option(help=default("save_every", "Steps between checkpoints, 0 only at the end"))
-    ] = None,
-    keep: Annotated[int | None, typer.Option(help=default("keep", "Checkpoints kept, at least 2"))] = None,
-    log_every: Annotated[int | None, typer.Option(help=default("log_every", "Steps between two logged losses"))] = None,
+    save_every: Annotated[int | None, option("save_every", "Steps between checkpoints, 0 only at the end")] = None,
+    keep: Annotated[int | None, option("keep", "Checkpoints kept, at least 2")] = None,
+    log_every: Annotated[int | None, option("log_every", "Steps between two logged losses")] = None,
     evaluate_every: Annotated[
         int | None,
-        typer.Option(help=default("evaluate_every", "Steps between measurements on the held-out text, 0 before and after")),
+        option("evaluate_every", "Steps between measurements on the held-out text, 0 before and after"),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help=default("seed", "Of the order of the rows"))] = None,
+    seed: Annotated[int | None, option("seed", "Of the order of the rows")] = None,
     resume: Annotated[
         bool, typer.Option("--resume/--no-resume", help="Go on from the last checkpoint if there is one.")
     ] = True,

@@ -163,11 +163,8 @@ def sample_command(
     with lock, distributed(device) as world:
         model, tokenizer = load_for_sampling(source, world, dtype)
         sampler = Sampler(model, tokenizer, settings)
-        memory = sampler.memory
-        print(
-            f"cache {memory.cache / 2**30:.2f} GiB, sampling {memory.work / 2**30:.2f} GiB, on {world.device}",
-            file=sys.stderr,
-        )
+        cache, work = sampler.memory.cache / 2**30, sampler.memory.work / 2**30
+        print(f"cache {cache:.2f} GiB, sampling {work:.2f} GiB, on {world.device}", file=sys.stderr)
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 

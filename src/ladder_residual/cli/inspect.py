@@ -19,18 +19,16 @@ def inspect(source: Source, as_json: Json = False) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    console.print(f"family      {result['family']}", highlight=False)
-    console.print(f"wiring      {result['wiring']}", highlight=False)
-    console.print(f"layers      {result['picture']}  (| standard, # rewired; layer 0 at the left)", highlight=False)
-    console.print(f"parameters  {result['parameters']:,} in {result['dtype']}", highlight=False)
+    console = Console(highlight=False)
+    console.print(f"family      {result['family']}")
+    console.print(f"wiring      {result['wiring']}")
+    console.print(f"layers      {result['picture']}  (| standard, # rewired; layer 0 at the left)")
+    console.print(f"parameters  {result['parameters']:,} in {result['dtype']}")
     if adapter := result["adapter"]:
-        console.print(f"adapter     LoRA of rank {adapter['rank']} for {adapter['base']}", highlight=False)
-    quantised = result["quantization"]
-    if quantised:
-        console.print(f"quantised   {quantised['description']}", highlight=False)
+        console.print(f"adapter     LoRA of rank {adapter['rank']} for {adapter['base']}")
     sizes = {"weights per rank": "weight_bytes"}
-    if quantised:
+    if quantised := result["quantization"]:
+        console.print(f"quantised   {quantised['description']}")
         sizes = {"weights per rank": "stored_bytes", "dequantised": "weight_bytes"}
     table = Table("tp", *sizes, "KV cache per token and rank")
     refused: dict[str, list[str]] = {}
