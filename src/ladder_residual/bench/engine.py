@@ -17,6 +17,7 @@ import torch
 
 from ..common.environment import environment
 from ..core.config import Wiring
+from ..distributed.world import World
 from ..engine.cache import KVCache
 from ..engine.checks import check_request
 from ..engine.cuda.timing import time_on_device
@@ -26,7 +27,7 @@ from ..engine.random_rank import RandomRank
 from ..engine.spec import EngineSpec
 from ..links import parse_link
 from ..plan.models import resolve_model
-from .timing import spread, time_calls
+from .timing import ONE_PROCESS, spread, time_calls, time_calls_in_turns
 
 
 def bench_decode(
@@ -139,11 +140,7 @@ def bench_prefill(
             schedule="serial", gemm_backend="cublas", tiles=GemvTiles.candidates(rank.sizes, prompt + 16)[0]
         )
         engines = {wiring: rank.engine(wiring, link, batch=batch, max_context=prompt + 16, **decode) for wiring in wirings}
-        # in turns: the host starts these kernels one by one, and its speed drifts
-        taken: dict[str, list[float]] = {wiring: [] for wiring in wirings}
-        for turn in range(repeats):
-            for wiring, engine in engines.items():
-                taken[wiring] += time_calls(partial(engine.prefill, tokens), 1, warm_up=turn == 0)
+        taken = time_calls_in_turns({wiring: partial(engine.prefill, tokens) for wiring, engine in engines.items()}, repeats)
         baseline = median(taken["standard"]) if "standard" in taken else None
         for wiring, times in taken.items():
             rows.append(
@@ -157,7 +154,7 @@ def bench_prefill(
                     "over_standard": round(baseline / median(times), 4) if baseline else None,
                 }
             )
-        del engines, engine
+        del engines
         torch.cuda.empty_cache()
     return {
         "benchmark": "prefill", "emulated": tp > 1, "model": rank.name, "tp": tp, "prompt": prompt,
@@ -181,13 +178,7 @@ def bench_e2e(
         baseline = None
         for wiring in sorted(wirings, key=lambda wiring: wiring != "standard"):
             engine = rank.engine(wiring, link, batch=batch, max_context=prompt + new + 8)
-
-            def generate(engine: DecodeEngine = engine, prompts: torch.Tensor = prompts) -> None:
-                tokens = engine.argmax(engine.prefill(prompts))
-                for _ in range(new - 1):
-                    tokens = engine.argmax(engine.decode(tokens))
-
-            times = time_calls(generate, repeats)
+            times = time_calls(partial(generate, engine, prompts, new), repeats)
             rate = batch * new * 1e3 / median(times)
             baseline = rate if wiring == "standard" else baseline
             rows.append(
@@ -203,12 +194,18 @@ def bench_e2e(
                     "over_standard": round(rate / baseline, 4) if baseline else None,
                 }
             )
-            del engine, generate
+            del engine
             torch.cuda.empty_cache()
     return {
         "benchmark": "e2e", "emulated": tp > 1, "model": rank.name, "tp": tp, "prompt": prompt, "new": new,
         "layers": rank.sizes.layers, "rows": rows, **environment(),
     }  # fmt: skip
+
+
+def generate(engine: DecodeEngine, prompts: torch.Tensor, new: int) -> None:
+    tokens = engine.argmax(engine.prefill(prompts))
+    for _ in range(new - 1):
+        tokens = engine.argmax(engine.decode(tokens))
 
 
 def check_cases(
@@ -235,17 +232,22 @@ def links_of(links: Sequence[str], tp: int) -> Sequence[str]:
     return links if tp > 1 else ("none",)
 
 
-def time_in_turns(engines: Sequence[DecodeEngine], context: int, repeats: int, turns: int = 5) -> dict[int, list[float]]:
+def time_in_turns(
+    engines: Sequence[DecodeEngine], context: int, repeats: int, turns: int = 5, world: World = ONE_PROCESS
+) -> dict[int, list[float]]:
     """Milliseconds of single graph replays by ``id`` of the engine, each between its own pair of events; the context grows by one a step.
-    The engines take turns: a card's speed drifts, and so it does for all of them alike."""
+    The engines take turns: a card's speed drifts, and so it does for all of them alike. Of the ranks of ``world`` the slowest counts."""
     taken: dict[int, list[float]] = {id(engine): [] for engine in engines}
     first = context - repeats // 2
     bounds = [first + repeats * turn // turns for turn in range(turns + 1)]
     for turn, (start, stop) in enumerate(itertools.pairwise(bounds)):
         for engine in {id(engine): engine for engine in engines}.values():
             engine.reset(start, random_context=turn == 0)
+            world.barrier()
             for _ in range(3):
                 engine.replay()
             engine.reset(start)
-            taken[id(engine)] += time_on_device(engine.replay, stop - start)
+            if world.size > 1:
+                torch.cuda.synchronize()
+            taken[id(engine)] += world.slowest(time_on_device(engine.replay, stop - start))
     return taken

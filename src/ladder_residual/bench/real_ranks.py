@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -18,18 +17,16 @@ import torch.distributed as dist
 from ..common.environment import environment
 from ..distributed.shared_gpu import sharing
 from ..distributed.world import World
-from ..engine.cuda.timing import time_on_device
 from ..engine.engine import DecodeEngine
 from ..engine.ops.tiles import GemvTiles
 from ..engine.random_rank import DTYPE, RandomRank
 from ..engine.reducer_choice import make_reducer, time_all_reduce
 from ..plan.models import resolve_model
-from .engine import check_cases
-from .timing import spread, time_calls
+from .engine import check_cases, generate, time_in_turns
+from .timing import spread, time_calls_in_turns
 
 REDUCERS = ("symm", "nccl")
 BOUND = "no-comm"
-TURNS = 5
 
 
 def bench_ranks(
@@ -77,17 +74,12 @@ def bench_ranks(
                 shared = next((engine.cache for engine in engines.values()), None)
                 more = {"batch": batch, "max_context": max_context, "cache": shared, **decode}
                 engines[wiring] = rank.engine(wiring, reducer=reducer, **more)
-            times = _MEASURE[phase](engines, world, repeats, context, prompt, new)
+            times = _measure(phase, engines, world, repeats, context, prompt, new)
             standard, bound = (median(times[name]) for name in ("standard", BOUND))
             for wiring, engine in engines.items():
-                row: dict[str, Any] = {
-                    **sized,
-                    "wiring": wiring,
-                    "schedule": engine.schedule,
-                    "gemm_backend": engine.gemm_backend,
-                }
-                row["ms"] = round(median(times[wiring]), 4)
-                row |= spread(times[wiring])
+                row: dict[str, Any] = {**sized, "wiring": wiring}
+                row |= {"schedule": engine.schedule, "gemm_backend": engine.gemm_backend}
+                row |= {"ms": round(median(times[wiring]), 4), **spread(times[wiring])}
                 row["over_standard"] = round(standard / row["ms"], 4)
                 row["over_no_comm"] = round(bound / row["ms"], 4)
                 if phase == "decode":
@@ -134,54 +126,18 @@ def _all_reduce_us(reducer: str, rank: RandomRank, groups: tuple[Any, Any], toke
     return time_all_reduce(made, groups[0], tokens, rank.sizes.hidden, **where)
 
 
-def _decode(
-    engines: dict[str, DecodeEngine], world: World, repeats: int, context: int, prompt: int, new: int
+def _measure(
+    phase: str, engines: Mapping[str, DecodeEngine], world: World, repeats: int, context: int, prompt: int, new: int
 ) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {wiring: [] for wiring in engines}
-    first = context - repeats // 2
-    bounds = [first + repeats * turn // TURNS for turn in range(TURNS + 1)]
-    for start, stop in pairwise(bounds):
-        for wiring, engine in engines.items():
-            engine.reset(start, random_context=start == first)
-            world.barrier()
-            for _ in range(3):
-                engine.replay()
-            engine.reset(start)
-            torch.cuda.synchronize()
-            taken[wiring] += world.slowest(time_on_device(engine.replay, stop - start))
-    return taken
-
-
-def _prefill(
-    engines: dict[str, DecodeEngine], world: World, repeats: int, context: int, prompt: int, new: int
-) -> dict[str, list[float]]:
-    calls = {wiring: partial(engine.prefill, _prompts(engine, prompt)) for wiring, engine in engines.items()}
-    return _in_turns(calls, world, repeats)
-
-
-def _e2e(
-    engines: dict[str, DecodeEngine], world: World, repeats: int, context: int, prompt: int, new: int
-) -> dict[str, list[float]]:
-    def generate(engine: DecodeEngine, prompts: torch.Tensor) -> None:
-        tokens = engine.argmax(engine.prefill(prompts))
-        for _ in range(new - 1):
-            tokens = engine.argmax(engine.decode(tokens))
-
-    calls = {wiring: partial(generate, engine, _prompts(engine, prompt)) for wiring, engine in engines.items()}
-    return _in_turns(calls, world, repeats)
-
-
-_MEASURE = {"decode": _decode, "prefill": _prefill, "e2e": _e2e}
-
-
-def _in_turns(calls: Mapping[str, Callable[[], object]], world: World, repeats: int) -> dict[str, list[float]]:
-    taken: dict[str, list[float]] = {wiring: [] for wiring in calls}
-    for turn in range(repeats + 1):
-        for wiring, call in calls.items():
-            world.barrier()
-            times = world.slowest(time_calls(call, 1, warm_up=False))
-            taken[wiring] += times if turn else []  # the first ones warm up
-    return taken
+    """Milliseconds by wiring, of the slowest rank."""
+    if phase == "decode":
+        times = time_in_turns([*engines.values()], context, repeats, world=world)
+        return {wiring: times[id(engine)] for wiring, engine in engines.items()}
+    calls: dict[str, Callable[[], object]] = {}
+    for wiring, engine in engines.items():
+        prompts = _prompts(engine, prompt)
+        calls[wiring] = partial(engine.prefill, prompts) if phase == "prefill" else partial(generate, engine, prompts, new)
+    return time_calls_in_turns(calls, repeats, world)
 
 
 def _prompts(engine: DecodeEngine, prompt: int) -> torch.Tensor:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
+
+from ..distributed.world import World
+
+ONE_PROCESS = World()
 
 
 def time_calls(call: Callable[[], object], repeats: int, *, warm_up: bool = True) -> list[float]:
@@ -21,6 +25,20 @@ def time_calls(call: Callable[[], object], repeats: int, *, warm_up: bool = True
         torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - start))
     return times
+
+
+def time_calls_in_turns(
+    calls: Mapping[str, Callable[[], object]], repeats: int, world: World = ONE_PROCESS
+) -> dict[str, list[float]]:
+    """``time_calls`` of each, in turns: the host starts kernels one by one, and its speed drifts. Of the ranks of ``world`` the slowest
+    counts."""
+    taken: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(repeats + 1):
+        for name, call in calls.items():
+            world.barrier()
+            times = world.slowest(time_calls(call, 1, warm_up=False))
+            taken[name] += times if turn else []  # the first ones warm up
+    return taken
 
 
 def spread(times: Sequence[float]) -> dict[str, float | int]:
