@@ -13,13 +13,14 @@ import torch
 
 from ladder_residual.core.config import Wiring
 from ladder_residual.core.dependencies import dependencies
-from ladder_residual.core.reduce import Pending, RecordingReducer, Reducer, Reduction
+from ladder_residual.core.reduce import Pending, Reducer, Reduction
 from ladder_residual.core.wiring import Branch, State, finalize, step
 from ladder_residual.engine.schedule import SCHEDULES, plan_steps
 from ladder_residual.links.link import Link
 from ladder_residual.plan.cost import Work
 from ladder_residual.plan.schedule import LayerCost, build, is_communication
 from ladder_residual.train.dry_run import all_reduce_seconds
+from tests.recorder import Recorder
 
 RANKS, LAYERS = 4, 6
 OUTPUTS = 2 * LAYERS + 1  # the embedding's included
@@ -68,7 +69,7 @@ class Chain:
     """The wiring's own answer: what each module and then the head reads, and how all-reduces and modules alternate."""
 
     def __init__(self, wiring):
-        self.reads, self.recorder = [], RecordingReducer(StackedReducer())
+        self.reads, self.recorder = [], Recorder(StackedReducer())
         state = State(reduced(unit(0)))
         for layer in range(wiring.num_layers):
             state = step(wiring, layer, state, [Branch(self.module), Branch(self.module)], self.recorder)

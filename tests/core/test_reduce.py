@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from ladder_residual.core.reduce import RecordingReducer
+from tests.recorder import Recorder
 
 
 def test_an_all_reduce_that_is_not_waited_for_once_is_reported():
-    recorder = RecordingReducer()
+    recorder = Recorder()
     pending = recorder.start(torch.ones(2))
     with pytest.raises(AssertionError, match="waited for 0 times"):
         recorder.check_each_waited_once()

@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ladder_residual.core.config import Wiring
-from ladder_residual.core.reduce import RecordingReducer
 from ladder_residual.core.wiring import Branch, State, finalize, step
 from tests.core.toy import by_hand, toy_modules
+from tests.recorder import Recorder
 
 
 def run(spec, modules, x, reducer):
@@ -27,7 +27,7 @@ def test_any_hybrid_follows_the_recurrence(layers, batch, dtype, data):
     modules = [module.to(dtype) for module in toy_modules(2 * layers)]
     x = torch.randn(batch, 3, 6, dtype=dtype)
     spec = "ladder:" + ",".join(map(str, ladder)) if ladder else "standard"
-    recorder = RecordingReducer()
+    recorder = Recorder()
     assert torch.equal(run(spec, modules, x, recorder), by_hand(modules, x, ladder))
     recorder.check_each_waited_once()
 
@@ -36,7 +36,7 @@ def test_any_hybrid_follows_the_recurrence(layers, batch, dtype, data):
 def test_one_rank_makes_the_other_wirings_what_they_reduce_to(spec):
     """With one rank nothing is missing from a partial: desync, delayed and no-comm are the standard chain."""
     modules, x = toy_modules(8), torch.randn(3, 5, 6)
-    result = run(spec, modules, x, RecordingReducer())
+    result = run(spec, modules, x, Recorder())
     if spec == "parallel":
         expected = x
         for attention, mlp in zip(modules[::2], modules[1::2], strict=True):
@@ -47,7 +47,7 @@ def test_one_rank_makes_the_other_wirings_what_they_reduce_to(spec):
 
 
 def recorded(spec, layers=4):
-    modules, recorder = toy_modules(2 * layers), RecordingReducer()
+    modules, recorder = toy_modules(2 * layers), Recorder()
     for index, module in enumerate(modules):
         recorder.watch(module, f"h{index}")
     run(spec, modules, torch.randn(2, 3, 6), recorder)
@@ -94,7 +94,7 @@ def test_desync_reduces_at_every_nth_module():
 def test_an_annealed_ladder_reads_between_the_two_streams(layers, switched, data):
     chosen = data.draw(st.sets(st.integers(0, layers - 1), min_size=1))
     modules, x = [module.double() for module in toy_modules(2 * layers)], torch.randn(2, 3, 6).double()
-    wiring, state, recorder = Wiring("ladder", tuple(chosen), layers), State(x), RecordingReducer()
+    wiring, state, recorder = Wiring("ladder", tuple(chosen), layers), State(x), Recorder()
     for layer in range(layers):
         branches = [Branch(module) for module in modules[2 * layer : 2 * layer + 2]]
         state = step(wiring, layer, state, branches, recorder, torch.tensor(switched))

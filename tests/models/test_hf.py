@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from ladder_residual import rewire
-from ladder_residual.core.reduce import RecordingReducer
 from ladder_residual.models.hf import set_reducer
 from ladder_residual.models.hf_config import ladder_config_class
+from tests.recorder import Recorder
 from tests.tiny_models import clone, padded_inputs, random_ids, tiny_config, tiny_model
 
 SPEC = "ladder:last-half"
@@ -111,7 +111,7 @@ def test_save_and_load_round_trip(family, tmp_path):
 
 
 def test_every_all_reduce_of_a_real_model_is_waited_for_once_and_hidden():
-    model, recorder = rewire(tiny_model("llama"), "ladder"), RecordingReducer()
+    model, recorder = rewire(tiny_model("llama"), "ladder"), Recorder()
     for index, layer in enumerate(model.base_model.layers):
         recorder.watch(layer.self_attn, f"attention {index}")
         recorder.watch(layer.mlp, f"mlp {index}")

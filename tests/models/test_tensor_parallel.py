@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from ladder_residual import rewire
-from ladder_residual.core.reduce import RecordingReducer
 from ladder_residual.models.chunks import local_part
 from ladder_residual.models.families import FAMILIES
 from ladder_residual.models.loading import set_reducers
 from ladder_residual.train.gradients import finish_gradients
 from tests.ranks import run_on_ranks
+from tests.recorder import Recorder
 from tests.tiny_models import (
     FAMILY_NAMES,
     VOCAB,
@@ -187,7 +187,7 @@ def test_backward_hides_its_all_reduces_too():
 
 
 def recorded_on_ranks(world):
-    model, recorder = rewire(tiny_model("llama"), "ladder"), RecordingReducer(world.reducer())
+    model, recorder = rewire(tiny_model("llama"), "ladder"), Recorder(world.reducer())
     for index, layer in enumerate(model.base_model.layers):
         recorder.watch(layer.self_attn, f"attention {index}")
         recorder.watch(layer.mlp, f"mlp {index}")

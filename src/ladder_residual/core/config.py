@@ -63,6 +63,13 @@ class Wiring:
             raise ValueError(f"layers of a wiring must be whole numbers, got {list(self.layers)!r:.80}")
         if wrong := [layer for layer in self.layers if not 0 <= layer < self.num_layers]:
             raise ValueError(_no_such_layer("wiring", wrong[0], self.num_layers))
+        if self.tp is not None:
+            if self.kind not in RANK_DEPENDENT:
+                raise ValueError(
+                    f"'@{self.tp}' ties a wiring to {self.tp} ranks, but {self.kind} does not depend on them: drop it"
+                )
+            if not _is_int(self.tp) or self.tp < 1:
+                raise ValueError(f"the number of ranks of a wiring must be a positive whole number, got {self.tp!r}")
         if self.kind == "standard" or not self.layers:
             # One spelling for "nothing is rewired", so that equal wirings compare equal.
             self._set(kind="standard", layers=(), step=0, tp=None)
@@ -71,12 +78,6 @@ class Wiring:
         least = LEAST_STEP.get(self.kind)
         if least is not None and not (_is_int(self.step) and least <= self.step <= 2 * MAX_LAYERS):
             raise ValueError(f"{self.kind} needs a number of modules, at least {least}, got {self.step!r}")
-        if self.tp is None:
-            return
-        if self.kind not in RANK_DEPENDENT:
-            raise ValueError(f"'@{self.tp}' ties a wiring to {self.tp} ranks, but {self.kind} does not depend on them: drop it")
-        if not _is_int(self.tp) or self.tp < 1:
-            raise ValueError(f"the number of ranks of a wiring must be a positive whole number, got {self.tp!r}")
 
     def _set(self, **fields: Any) -> None:
         for name, value in fields.items():
@@ -90,20 +91,16 @@ class Wiring:
         text, at, ranks = spec.strip().lower().partition("@")
         name, colon, layers = text.partition(":")
         kind, step = _parse_name(name.strip(), spec)
-        everywhere = cls(kind, (0,), num_layers, step)  # checks num_layers before the layer list is built from it
-        tp = None
-        if at:
-            tp = _whole(ranks.strip(), f"the number of ranks after '@' in wiring {spec!r:.80}")
+        tp = _whole(ranks.strip(), f"the number of ranks after '@' in wiring {spec!r:.80}") if at else None
+        one = cls(kind, (0,), num_layers, step, tp)  # checks num_layers before the layer list is built from it
         if colon and kind == "standard":
             raise ValueError(f"wiring {spec!r:.80}: standard takes no layers; name the layers of the other kind instead")
-        if at and kind not in RANK_DEPENDENT:
-            raise ValueError(f"'@{tp}' ties a wiring to {tp} ranks, but {kind} does not depend on them: drop it")
         chosen = tuple(_parse_layers(layers, num_layers, spec)) if colon else tuple(range(num_layers))
         if not chosen:
             raise ValueError(
                 f"wiring {spec!r:.80} names no layer of a model that has {num_layers}; write standard if that is meant"
             )
-        return replace(everywhere, layers=chosen, tp=tp) if kind != "standard" else cls(kind, (), num_layers, 0, tp)
+        return replace(one, layers=chosen)
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], num_layers: int) -> Wiring:
