@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ladder_residual.data.corpus_writer import write_corpus
+from lab.corpora import write_corpus
 from ladder_residual.train.layout import arranged
 from ladder_residual.train.logs import read_log
 from ladder_residual.train.loop import Loop, train

@@ -93,7 +93,7 @@ class TrainJob:
         shutil.rmtree(self.run, ignore_errors=True)
         corpus = self.directory / "corpus"
         if not corpus.exists():
-            from ladder_residual.data.corpus_writer import write_corpus
+            from lab.corpora import write_corpus
 
             documents = [[1 + (7 * number + 3 * place) % 400 for place in range(60)] for number in range(100)]
             write_corpus(corpus, documents, vocab_size=512, end_of_document=0)

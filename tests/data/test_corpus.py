@@ -1,15 +1,16 @@
 """Damaged corpora: every byte and every field is checked before it is used."""
 
 import json
+import os
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from lab.corpora import write_corpus
 from ladder_residual.data.corpus import Corpus
 from ladder_residual.data.corpus_rows import CorpusRows
-from ladder_residual.data.corpus_writer import write_corpus
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.just(10**30),
@@ -78,4 +79,11 @@ def test_any_byte_of_a_shard_is_read_or_refused(corpus, data):
 def test_an_index_that_is_none_is_refused_by_name(corpus, text):
     (corpus / "index.json").write_text(text)
     with pytest.raises(ValueError, match=r"index\.json"):
+        Corpus.open(corpus)
+
+
+def test_a_pipe_in_the_place_of_the_index_is_not_waited_for(corpus):
+    (corpus / "index.json").unlink()
+    os.mkfifo(corpus / "index.json")
+    with pytest.raises(ValueError, match=r"index\.json is not a file"):
         Corpus.open(corpus)

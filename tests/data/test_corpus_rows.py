@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lab.corpora import write_corpus
 from ladder_residual.data.corpus import Corpus, dtype_for
 from ladder_residual.data.corpus_rows import IGNORE_INDEX, CorpusRows
-from ladder_residual.data.corpus_writer import write_corpus
 from ladder_residual.data.permutation import SORTED_BELOW, permuted
 from tests.tiny_models import tiny_model
 

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.corpora import write_corpus
 from ladder_residual.data import encoder as encoding
 from ladder_residual.data.corpus_rows import IGNORE_INDEX
-from ladder_residual.data.corpus_writer import write_corpus
 from ladder_residual.data.encoder import CONTEXT, LEARN, PADDING, Chunk
 from ladder_residual.data.packing import MixedRows, RowStore, build_mixture, build_rows, collate, pack
 

@@ -325,7 +325,7 @@ def test_an_unfinished_run_of_other_settings_is_not_continued(tmp_path, made, mo
 @pytest.mark.parametrize("overwrite", [False, True])
 def test_two_runs_cannot_write_the_same_directory(tmp_path, made, overwrite):
     source, out = large_source(tmp_path, 20), tmp_path / "out"
-    with corpus_writer.CorpusWriter.begin(out, 10, 0, shard_tokens=1) as first:
+    with corpus_writer.CorpusWriter(out, 10, 0, shard_tokens=1) as first:
         first.add([1, 2])
         before = files(out)
         assert "00000.tokens" in before

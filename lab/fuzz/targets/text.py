@@ -104,7 +104,7 @@ def prompt(box: Box, chance: Random) -> None:
 
 def jsonl(box: Box, chance: Random) -> None:
     """Files of prompts: JSON lines and plain text."""
-    from ladder_residual.generation.prompts import read_prompts
+    from ladder_residual.generation.prompts import as_text, parse_prompts
     from ladder_residual.generation.tokenizer import check_text
 
     box.empty()
@@ -118,7 +118,7 @@ def jsonl(box: Box, chance: Random) -> None:
         content = mutate_bytes(content, chance)
     path = box.path / chance.choice(["prompts.jsonl", "prompts.jsonl", "prompts.txt"])
     path.write_bytes(content)
-    prompts, chats = read_prompts(path, demo_model()[1])
+    prompts, chats = as_text(parse_prompts(path), demo_model()[1])
     check_text(prompts)
     lines = [line for line in content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n").split("\n") if line.strip()]
     require(len(prompts) == len(lines), f"{len(prompts)} prompts of {len(lines)} lines")
@@ -254,7 +254,7 @@ def corpus(box: Box, chance: Random) -> None:
 def good_corpus(box: Box) -> Path:
     directory = box.made / "corpus"
     if not directory.exists():
-        from ladder_residual.data.corpus_writer import write_corpus
+        from lab.corpora import write_corpus
 
         documents = [[1 + (7 * number + 3 * place) % 400 for place in range(20)] for number in range(20)]
         write_corpus(directory, documents, vocab_size=512, end_of_document=0, shard_tokens=200)

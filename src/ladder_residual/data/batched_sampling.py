@@ -150,10 +150,9 @@ class BatchedSampler:
     @torch.inference_mode()
     def sample(self, start: Start, seed: int, report: Callable[[int, int], None] = lambda step, rows: None) -> list[Tensor]:
         """Every row's tokens, the given ones included. ``report(step, rows)`` is called now and then with the rows that are left."""
-        if self._stream is None:
-            return self._sample(start, seed, report)
-        self._stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._stream):
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._stream) if self._stream is not None else nullcontext():
             return self._sample(start, seed, report)
 
     def _sample(self, start: Start, seed: int, report: Callable[[int, int], None]) -> list[Tensor]:
@@ -226,13 +225,8 @@ class BatchedSampler:
     def _compute(self, rows: int, window: int) -> None:
         """Feed the tokens at the current position, and fill in the next one."""
         self.place.rows, self.place.window = rows, window
-        position, out, given, stage, done = (
-            self.place.position,
-            self.out[:rows],
-            self.given[:rows],
-            self.stage[:rows],
-            self.done[:rows],
-        )
+        position = self.place.position
+        out, given, stage, done = (state[:rows] for state in (self.out, self.given, self.stage, self.done))
         visible = self.columns[:window] <= position
         mask = torch.zeros(window, dtype=self.dtype, device=self.device).masked_fill_(~visible, torch.finfo(self.dtype).min)
         # Flash attention takes no mask, and cuDNN's plans are made anew for every window.

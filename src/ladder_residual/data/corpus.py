@@ -8,7 +8,6 @@ are one stream of tokens: row and document positions count along it.
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -17,6 +16,8 @@ from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ..models.checkpoint_reader import INDEX_BYTES, read_json
 
 INDEX = "index.json"
 FORMAT = "ladder-corpus"
@@ -86,14 +87,11 @@ class Corpus:
     @classmethod
     def _from_index(cls, directory: Path) -> Corpus:
         path = directory / INDEX
-        try:
-            index = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not path.exists():
             hint = "`ladder data prepare` has not finished there" if directory.is_dir() else "there is no such directory"
-            raise ValueError(f"{directory} has no {INDEX}: {hint}") from None
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(f"cannot read {path}: {error}") from error
-        if not isinstance(index, dict) or index.get("format") != FORMAT:
+            raise ValueError(f"{directory} has no {INDEX}: {hint}")
+        index = read_json(path, INDEX_BYTES)
+        if index.get("format") != FORMAT:
             raise ValueError(f"{path} is not the index of a corpus of `ladder data prepare`")
         if index.get("version") != VERSION:
             raise ValueError(

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..common.locks import Lock
+from ..models.checkpoint_reader import INDEX_BYTES, read_json
 from .corpus import ENDS_DTYPE, INDEX, TOKEN_DTYPES, Corpus, Shard, dtype_for, read_shards
 
 PROGRESS = "progress.json"
@@ -29,40 +30,12 @@ PARTIAL = ".partial"
 DEFAULT_SHARD_TOKENS = 1 << 26
 
 
-def write_corpus(
-    directory: str | Path,
-    documents: Iterable[Sequence[int]],
-    *,
-    vocab_size: int,
-    end_of_document: int,
-    shard_tokens: int = DEFAULT_SHARD_TOKENS,
-) -> Corpus:
-    """A corpus from token lists in memory. The end-of-document token is added where a document lacks it."""
-    with CorpusWriter.begin(Path(directory), vocab_size, end_of_document, shard_tokens=shard_tokens) as writer:
-        for document in documents:
-            writer.add(document)
-        return writer.finish()
-
-
-@dataclass
 class CorpusWriter:
-    """Use as a context manager: whatever happens, no half-written file stays behind."""
+    """Use as a context manager, which begins, or goes on after the last finished shard of a run with the same settings; ``overwrite``
+    drops what is there. Whatever happens, no half-written file stays behind."""
 
-    directory: Path
-    vocab_size: int
-    end_of_document: int
-    shard_tokens: int
-    tokenizer: dict[str, Any]
-    prepared: dict[str, Any]
-    shards: list[Shard] = field(default_factory=list)
-    consumed: int = 0  # documents of the source that finished shards account for, the skipped ones included
-    _pending: int = 0  # the same, of the shard being written
-    _open: _OpenShard | None = None
-    _lock: Lock | None = None  # two runs must not write the same shards
-
-    @classmethod
-    def begin(
-        cls,
+    def __init__(
+        self,
         directory: Path,
         vocab_size: int,
         end_of_document: int,
@@ -71,36 +44,47 @@ class CorpusWriter:
         tokenizer: dict[str, Any] | None = None,
         prepared: dict[str, Any] | None = None,
         overwrite: bool = False,
-    ) -> CorpusWriter:
-        """Start, or go on after the last finished shard of a run with the same settings; ``overwrite`` drops what is there."""
+    ) -> None:
         if shard_tokens < 1:
             raise ValueError(f"a shard needs at least 1 token, got {shard_tokens}")
         if not 0 <= end_of_document < vocab_size:
             raise ValueError(f"the end-of-document token {end_of_document} is outside the vocabulary of {vocab_size}")
-        dtype_for(vocab_size)
-        writer = cls(directory, vocab_size, end_of_document, shard_tokens, tokenizer or {}, prepared or {})
-        with writing_to(directory):
-            directory.mkdir(parents=True, exist_ok=True)
-        writer._lock = Lock(directory)  # first of all: what is there may be another run's
+        self.directory, self.vocab_size, self.end_of_document = directory, vocab_size, end_of_document
+        self.dtype, self.shard_tokens, self.overwrite = dtype_for(vocab_size), shard_tokens, overwrite
+        self.tokenizer, self.prepared = tokenizer or {}, prepared or {}
+        self.shards: list[Shard] = []
+        self.consumed = 0  # documents of the source that finished shards account for, the skipped ones included
+        self._pending = 0  # the same, of the shard being written
+        self._open: _OpenShard | None = None
+
+    def __enter__(self) -> CorpusWriter:
+        with writing_to(self.directory):
+            self.directory.mkdir(parents=True, exist_ok=True)
+        self._lock = Lock(self.directory)  # first of all: what is there may be another run's
         try:
-            if overwrite:
-                discard_corpus(directory)
-            if (directory / INDEX).exists():
-                raise ValueError(f"{directory} already holds a corpus; choose another directory or use --overwrite")
-            writer._resume()
+            if self.overwrite:
+                discard_corpus(self.directory)
+            if (self.directory / INDEX).exists():
+                raise ValueError(f"{self.directory} already holds a corpus; choose another directory or use --overwrite")
+            self._resume()
         except BaseException:
-            writer._lock.release()
+            self._lock.release()
             raise
-        return writer
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._open is not None:
+            self._open.discard()
+        self._lock.release()
 
     def _resume(self) -> None:
         path = self.directory / PROGRESS
         if path.exists():
             try:
-                progress = json.loads(path.read_text(encoding="utf-8"))
+                progress = read_json(path, INDEX_BYTES)
                 consumed, settings = progress["consumed"], dict(progress["settings"])
                 shards = read_shards(progress["shards"], consumed)
-            except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+            except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"cannot read {path}: {error}; use --overwrite to start again") from error
             mine = json.loads(json.dumps(self._settings()))
             if settings != mine:
@@ -119,25 +103,8 @@ class CorpusWriter:
         return own | self.prepared
 
     def _as_corpus(self, shards: Sequence[Shard]) -> Corpus:
-        return Corpus(
-            self.directory,
-            dtype_for(self.vocab_size),
-            self.vocab_size,
-            self.end_of_document,
-            tuple(shards),
-            self.tokenizer,
-            self.prepared,
-        )
-
-    def __enter__(self) -> CorpusWriter:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._open is not None:
-            self._open.discard()
-            self._open = None
-        if self._lock is not None:
-            self._lock.release()
+        about = self.tokenizer, self.prepared
+        return Corpus(self.directory, self.dtype, self.vocab_size, self.end_of_document, tuple(shards), *about)
 
     @property
     def tokens(self) -> int:
@@ -151,13 +118,12 @@ class CorpusWriter:
         """A document of the source, or a chunk of one (``last`` ends it). An empty one is counted, so that a resumed run skips it
         too, and not written."""
         chunk = np.asarray(tokens, np.int64)
-        if len(chunk) and (chunk.min() < 0 or chunk.max() >= self.vocab_size):
-            wrong = int(chunk.max()) if chunk.max() >= self.vocab_size else int(chunk.min())
-            raise ValueError(f"{place}: token {wrong} is outside the tokenizer's vocabulary of {self.vocab_size}")
         if len(chunk):
+            if chunk.min() < 0 or chunk.max() >= self.vocab_size:
+                wrong = int(chunk.max()) if chunk.max() >= self.vocab_size else int(chunk.min())
+                raise ValueError(f"{place}: token {wrong} is outside the tokenizer's vocabulary of {self.vocab_size}")
             if self._open is None:
-                name = f"{len(self.shards):05d}"
-                self._open = _OpenShard.create(self.directory, name, TOKEN_DTYPES[dtype_for(self.vocab_size)])
+                self._open = _OpenShard.create(self.directory, f"{len(self.shards):05d}", TOKEN_DTYPES[self.dtype])
             self._open.write(chunk)
         if not last:
             return
@@ -165,7 +131,7 @@ class CorpusWriter:
         if self._open is not None and self._open.in_document:
             if self._open.last != self.end_of_document:
                 self._open.write(np.array([self.end_of_document]))
-            self._open.end_document()
+            self._open.ends.append(self._open.tokens)
             if self._open.tokens >= self.shard_tokens:
                 self._close_shard()
 
@@ -227,9 +193,6 @@ class _OpenShard:
     @property
     def in_document(self) -> bool:
         return self.tokens > (self.ends[-1] if self.ends else 0)
-
-    def end_document(self) -> None:
-        self.ends.append(self.tokens)
 
     def close(self) -> Shard:
         ends = np.array(self.ends, ENDS_DTYPE).tobytes()

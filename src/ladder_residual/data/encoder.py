@@ -67,14 +67,11 @@ class Encoder:
                 )
             ids = list(document.ids)
         else:
-            ids = (self.opening if first else []) + self._plain(document.text or "")
+            ids = (self.opening if first else []) + plain_ids(self.tokenizer, document.text or "")
         if last and ids[-1:] != [self.end]:
             ids.append(self.end)
         self._check(ids, place)
         return Chunk(ids, [LEARN] * len(ids), False, place)
-
-    def _plain(self, text: str) -> list[int]:
-        return plain_ids(self.tokenizer, text)
 
     def _check(self, ids: list[int], place: str) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self.vocabulary:
@@ -99,7 +96,7 @@ class Encoder:
                 raise ValueError(
                     f"{place}: the chat template rewrites earlier turns as the chat goes on, so answers cannot be told apart"
                 )
-            fresh = self._plain(text[len(written) :])
+            fresh = plain_ids(self.tokenizer, text[len(written) :])
             ids.extend(fresh)
             use.extend([mark] * len(fresh))
             written = text
@@ -107,11 +104,8 @@ class Encoder:
         context = CONTEXT if self.answers_only else LEARN
         for index, message in enumerate(messages):
             if message["role"] == "assistant":
-                take(self._render(messages[:index], True), context)
-                take(self._render(messages[: index + 1], False), LEARN)
-        take(self._render(messages, False), context)
+                take(render_chat(self.tokenizer, messages[:index], prompt=True), context)
+                take(render_chat(self.tokenizer, messages[: index + 1], prompt=False), LEARN)
+        take(render_chat(self.tokenizer, messages, prompt=False), context)
         self._check(ids, place)
         return ids, use
-
-    def _render(self, messages: Messages, prompt: bool) -> str:
-        return render_chat(self.tokenizer, messages, prompt=prompt)

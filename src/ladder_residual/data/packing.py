@@ -112,7 +112,7 @@ def build_rows(
     of any length draws from all of it.
     """
     path = Path(source)
-    if not is_hub_dataset(source):
+    if limit is None or not is_hub_dataset(source):
         limit = seed = None
     stamp = f"{path.stat().st_size} {path.stat().st_mtime_ns}" if path.is_file() else source
     key = [source, stamp, encoder.digest, sequence, encoder.answers_only, too_long]
@@ -157,9 +157,8 @@ def build_mixture(
     seed: int = 0,
 ) -> list[RowStore]:
     """The rows of each source: all, or as many of a hub dataset as a run of ``rows`` rows visits."""
-    if rows is None:  # all is read, and shuffled later (MixedRows)
-        return [build_rows(source, encoder, sequence, folder, too_long=too_long) for source in sources]
-    limits = [max(1, count) for count in shares(weights, rows)]
+    # Without a limit all is read, and shuffled later (MixedRows).
+    limits = [None] * len(sources) if rows is None else [max(1, count) for count in shares(weights, rows)]
     return [
         build_rows(source, encoder, sequence, folder, too_long=too_long, limit=limit, seed=seed)
         for source, limit in zip(sources, limits, strict=True)
@@ -192,10 +191,7 @@ class MixedRows:
         self.stores = list(stores)
         self.padded = any(store.padded for store in stores)
         rng = np.random.default_rng(seed)
-        if rows is None:
-            counts = [max(1, round(epochs * len(store))) for store in stores]
-        else:
-            counts = shares(weights, rows)
+        counts = shares(weights, rows) if rows is not None else [max(1, round(epochs * len(store))) for store in stores]
         chosen = [
             (source, _visits(len(store), count, rng)) for source, (store, count) in enumerate(zip(stores, counts, strict=True))
         ]

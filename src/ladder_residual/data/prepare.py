@@ -112,7 +112,7 @@ def prepare(
         existing = Corpus.open(directory)
         if (existing.prepared, existing.tokenizer, existing.end_of_document) == (prepared, about_tokenizer, ends):
             return existing
-    with CorpusWriter.begin(
+    with CorpusWriter(
         directory,
         vocabulary_size(tokenizer),
         ends,
@@ -231,11 +231,10 @@ def _batches(items: Iterator[Item]) -> Iterator[list[Item]]:
         yield batch
 
 
-def _merged(batch: list[Item], encoded: tuple[bytes, list[int]]) -> Iterator[tuple[NDArray[np.int64], Item]]:
-    tokens = np.frombuffer(encoded[0], np.uint32).astype(np.int64)
-    ends = np.cumsum(encoded[1])
-    for item, end, count in zip(batch, ends, encoded[1], strict=True):
-        yield (item.ids if item.ids is not None else tokens[end - count : end]), item
+def _merged(batch: list[Item], encoded: tuple[NDArray[np.int64], list[int]]) -> Iterator[tuple[NDArray[np.int64], Item]]:
+    tokens, lengths = encoded
+    for item, ids in zip(batch, np.split(tokens, np.cumsum(lengths)[:-1]), strict=True):
+        yield (item.ids if item.ids is not None else ids), item
 
 
 _worker_tokenizer: Any = None  # of this process: a worker serves one run
@@ -255,9 +254,8 @@ def _start_worker(serialized: str, own_process: bool = True) -> None:
     _worker_tokenizer = Tokenizer.from_str(serialized)
 
 
-def _encode(texts: list[str]) -> tuple[bytes, list[int]]:
+def _encode(texts: list[str]) -> tuple[NDArray[np.int64], list[int]]:
     """All token ids in one block, and how many are each text's."""
     with failures_of("the tokenizer fails on a text"):
         encoded = [encoding.ids for encoding in _worker_tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
-    flat = np.fromiter(itertools.chain.from_iterable(encoded), np.uint32)
-    return flat.tobytes(), [len(ids) for ids in encoded]
+    return np.fromiter(itertools.chain.from_iterable(encoded), np.int64), [len(ids) for ids in encoded]

@@ -56,18 +56,13 @@ def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
 
-def token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
-    vocabulary = tokenizer.get_vocab()
-    if token not in vocabulary:
-        raise ValueError(f"the tokenizer has no token {token!r}")
-    return vocabulary[token]
-
-
 def end_of_document(tokenizer: PreTrainedTokenizerBase, token: str | None = None) -> int:
     """The token that separates documents: the one asked for, the one pretraining used, or the tokenizer's eos."""
-    if token is not None:
-        return token_id(tokenizer, token)
     vocabulary = tokenizer.get_vocab()
+    if token is not None and token not in vocabulary:
+        raise ValueError(f"the tokenizer has no token {token!r}")
+    if token is not None:
+        return vocabulary[token]
     for name in (*_END_OF_TEXT, tokenizer.eos_token, "</s>", "<eos>"):
         if name is not None and name in vocabulary:
             return vocabulary[name]

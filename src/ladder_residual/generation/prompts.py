@@ -13,11 +13,6 @@ if TYPE_CHECKING:
 Messages = list[dict[str, str]]
 
 
-def read_prompts(path: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[list[str], bool]:
-    """Prompts of a file, ready for the tokenizer. Also: whether they are chats."""
-    return as_text(parse_prompts(path), tokenizer)
-
-
 def parse_prompts(path: Path) -> list[str] | list[Messages]:
     """One a line: plain text, or JSON objects with ``prompt`` or ``messages``. Needs no tokenizer, so it can be done first."""
     texts: list[str] = []
@@ -65,14 +60,10 @@ def as_text(
     plain prompts, each as a user's message, if the tokenizer has one."""
     from .tokenizer import chat_prompt
 
-    asked: list[str] = []
-    chats: list[Messages] = []
-    for prompt in prompts:
-        if isinstance(prompt, str):
-            asked.append(prompt)
-        else:
-            chats.append(prompt)
-    if asked and not (template and tokenizer.chat_template):
-        return asked, False
-    chats = chats or [[{"role": "user", "content": text}] for text in asked]
+    texts = [prompt for prompt in prompts if isinstance(prompt, str)]
+    if texts and len(texts) < len(prompts):
+        raise ValueError("some prompts are texts and others conversations: give one kind at a time")
+    if texts and not (template and tokenizer.chat_template):
+        return texts, False
+    chats = [[{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt for prompt in prompts]
     return [chat_prompt(tokenizer, messages) for messages in chats], True
