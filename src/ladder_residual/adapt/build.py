@@ -110,6 +110,7 @@ def build_trainer(
         objective,
         rows,
         training_arguments(settings, world, len(rows), folder),
+        world,
         teacher=teacher,
         stages=Stages(settings.stages, wiring.spec, settings.stages_share, log) if settings.stages else None,
         anneal=Anneal(student, settings.anneal, settings.anneal_kl, log) if settings.anneal else None,

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import PreTrainedModel, TrainerState
 
@@ -21,7 +20,7 @@ from ..models.checkpoint_reader import INDEX_BYTES, Checkpoint, read_json
 from ..models.finite import check_weight
 from ..models.parameters import check_parameters, read_parameter
 from ..train.dcp_checkpoint import check_unpacked_size
-from ..train.manifest import all_damaged, check_files, fingerprint, newest_good, read_manifest, set_aside, write_manifest
+from ..train.manifest import all_damaged, check_files, fingerprints, newest_good, read_manifest, set_aside, write_manifest
 
 LATEST = "checkpoint-"
 
@@ -94,19 +93,12 @@ def _check_trainer_state(path: Path) -> None:
         raise ValueError(f"trainer_state.json is that of step {state.get('global_step')!r:.20}")
 
 
-def complete(folder: Path, step: int) -> None:
+def complete(folder: Path, step: int, world: World) -> None:
     """Give a checkpoint its list of files; every rank reads its share of them."""
-    alone = not dist.is_initialized() or dist.get_world_size() == 1
-    rank, size = (0, 1) if alone else (dist.get_rank(), dist.get_world_size())
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
-    everyones: list[dict] = [{}] * size
-    mine = {name: fingerprint(folder / name) for name in names[rank::size]}
-    if alone:
-        everyones = [mine]
-    else:
-        dist.all_gather_object(everyones, mine)
-    if rank == 0:
-        write_manifest(folder, {name: part[name] for part in everyones for name in part}, {"step": step})
+    files = fingerprints(folder, names[world.rank :: world.size], world)
+    if world.is_main:
+        write_manifest(folder, files, {"step": step})
 
 
 @contextmanager

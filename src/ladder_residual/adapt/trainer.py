@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArgu
 
 from ..data.corpus_rows import IGNORE_INDEX
 from ..data.packing import RowStore, collate
+from ..distributed.world import World
 from ..models.hf import rewire
 from ..train.loss import chunked_cross_entropy, head_of
 from ..train.stop_signal import StopSignal
@@ -44,6 +45,7 @@ from .settings import AdaptSettings
 from .sharded_state import load_sharded, save_sharded, whole_weights
 
 OPTIMIZER = "optimizer.pt"
+_NEVER = torch.iinfo(torch.int64).max  # the step in which the loss became no number
 
 
 class Diverged(ValueError):
@@ -61,20 +63,19 @@ class AdaptTrainer(Trainer):
         objective: Objective,
         rows: Any,
         args: TrainingArguments,
+        world: World,
         *,
         teacher: PreTrainedModel | None = None,
         stages: Stages | None = None,
         anneal: Anneal | None = None,
         sharded: bool = False,
-        callbacks: list[TrainerCallback] | None = None,
     ) -> None:
         self.settings, self.inner, self.teacher, self.sharded = settings, inner, teacher, sharded
         self.objective: Objective = objective
+        self.world = world
         self.stages, self.anneal = stages, anneal
         self.padded = rows.padded
-        super().__init__(
-            student, args, data_collator=partial(collate, padded=rows.padded), train_dataset=rows, callbacks=callbacks
-        )
+        super().__init__(student, args, data_collator=partial(collate, padded=rows.padded), train_dataset=rows)
         if anneal is not None:
             self.add_callback(anneal)
         self.model_accepts_loss_kwargs = True  # our losses are divided by counts over all accumulation steps and ranks
@@ -87,14 +88,13 @@ class AdaptTrainer(Trainer):
                 raise ValueError("CUDA graphs need one GPU process and a step without accumulation: drop graphs")
             self.graphed = GraphedStep(student, partial(self.parts, student))
         self._parts: dict[str, Tensor] = {}
-        self._first_bad = torch.full((), -1, dtype=torch.int64, device=args.device)
+        self._first_bad = torch.full((), _NEVER, dtype=torch.int64, device=args.device)
         self._parts_steps = 0
 
     # ---- data and loss
 
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
-        rows: Any = train_dataset if train_dataset is not None else self.train_dataset
-        return SequentialSampler(rows)  # shuffled already
+        return SequentialSampler(self.train_dataset)  # type: ignore[arg-type]  # shuffled already
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         return count(batch_samples, device)
@@ -107,8 +107,8 @@ class AdaptTrainer(Trainer):
 
     def _note(self, parts: dict[str, Tensor]) -> None:
         """For the log; and whether the loss is still a number, without waiting for the GPU."""
-        newly_bad = ~torch.isfinite(parts["loss"].detach()) & (self._first_bad < 0)
-        self._first_bad = torch.where(newly_bad, self.state.global_step + 1, self._first_bad)
+        if_bad = self._first_bad.clamp_max(self.state.global_step + 1)
+        self._first_bad = torch.where(torch.isfinite(parts["loss"].detach()), self._first_bad, if_bad)
         if self.anneal is not None and "divergence" in parts:
             self.anneal.note(parts["divergence"])
         for name, value in parts.items():
@@ -146,18 +146,21 @@ class AdaptTrainer(Trainer):
         self._note(parts)
         return parts["loss"]
 
+    def _batches(self, store: RowStore, rows: int) -> Iterator[tuple[dict[str, Tensor], Counts]]:
+        """The first ``rows`` rows of a held-out text."""
+        micro, rows = self.args.per_device_train_batch_size, min(rows, len(store))
+        rows = rows // micro * micro or rows  # equal shapes: nothing is compiled for the sake of the last batch
+        for start in range(0, rows, micro):
+            shown = [store.row(index) for index in range(start, min(start + micro, rows))]
+            batch = collate(shown, padded=self.padded or store.padded)
+            batch = {name: value.to(self.args.device) for name, value in batch.items()}
+            yield batch, count([batch], self.args.device, across_ranks=False)
+
     def measure(self, store: RowStore, rows: int) -> dict[str, float]:
         """Mean loss (and divergence from the teacher) on the first ``rows`` rows of a held-out text."""
-        micro = self.args.per_device_train_batch_size
-        rows = min(rows, len(store))
-        rows = rows // micro * micro or rows  # equal shapes: nothing is compiled for the sake of the last batch
         learned = tokens = cross_entropy = divergence = 0.0
         with self._measuring(), self.anneal.as_ladder() if self.anneal is not None else nullcontext():
-            for start in range(0, rows, micro):
-                shown = [store.row(index) for index in range(start, min(start + micro, rows))]
-                batch = collate(shown, padded=self.padded or store.padded)
-                batch = {name: value.to(self.args.device) for name, value in batch.items()}
-                counts = count([batch], self.args.device, across_ranks=False)
+            for batch, counts in self._batches(store, rows):
                 parts = self.parts(self.model_wrapped, batch, counts)
                 learned += float(counts.learned)
                 tokens += float(counts.tokens)
@@ -173,14 +176,9 @@ class AdaptTrainer(Trainer):
         """The teacher's own mean loss on these rows, None without a teacher."""
         if self.teacher is None:
             return None
-        micro, rows = self.args.per_device_train_batch_size, min(rows, len(store))
-        rows = rows // micro * micro or rows  # the rows that ``measure`` measures
         total = learned = 0.0
         with torch.no_grad():
-            for start in range(0, rows, micro):
-                batch = collate([store.row(index) for index in range(start, min(start + micro, rows))])
-                batch = {name: value.to(self.args.device) for name, value in batch.items()}
-                counts = count([batch], self.args.device, across_ranks=False)
+            for batch, counts in self._batches(store, rows):
                 hidden = self.teacher(input_ids=batch["input_ids"]).hidden
                 loss = chunked_cross_entropy(hidden, head_of(self.teacher), batch["labels"], divisor=counts.learned)
                 total += float(loss.cross_entropy) * float(counts.learned)
@@ -212,7 +210,7 @@ class AdaptTrainer(Trainer):
 
             self.optimizer = muon_with_adamw(self.inner, self.settings)
             return self.optimizer
-        return super().create_optimizer() if model is None else super().create_optimizer(model)
+        return super().create_optimizer(model)
 
     # ---- what is logged, and when to stop
 
@@ -221,8 +219,7 @@ class AdaptTrainer(Trainer):
             self.check_finite()
             steps = max(1, self.state.global_step - self._parts_steps)
             for name, value in self._parts.items():
-                total = value if self.args.world_size == 1 else _sum_over_ranks(value)
-                logs[name] = float(total) / steps
+                logs[name] = float(self._over_ranks(value, dist.ReduceOp.SUM)) / steps
             self._parts, self._parts_steps = {}, self.state.global_step
             if self.anneal is not None:
                 logs["switched"] = self.anneal.used
@@ -230,13 +227,8 @@ class AdaptTrainer(Trainer):
         super().log(logs, start_time)
 
     def check_finite(self) -> None:
-        bad = self._first_bad
-        if self.args.world_size > 1:
-            bad = torch.where(bad < 0, torch.iinfo(torch.int64).max, bad)
-            dist.all_reduce(bad, op=dist.ReduceOp.MIN)
-            bad = torch.where(bad == torch.iinfo(torch.int64).max, -1, bad)
-        step = int(bad)
-        if step < 0:
+        step = int(self._over_ranks(self._first_bad, dist.ReduceOp.MIN))
+        if step == _NEVER:
             return
         folder = Path(str(self.args.output_dir))
         if self.args.should_save:
@@ -250,32 +242,37 @@ class AdaptTrainer(Trainer):
             f"(now {self.settings.learning_rate:g}) or a longer warm-up is the usual cure"
         )
 
+    def _over_ranks(self, value: Tensor, operation: Any) -> Tensor:
+        result = value.clone()
+        if self.world.size > 1:
+            dist.all_reduce(result, operation)
+        return result
+
     # ---- checkpoints
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         """Written aside and renamed when complete: whatever stops us, every ``checkpoint-N`` is whole."""
         self.check_finite()
-        folder = Path(str(self.args.output_dir))
+        folder, name = Path(str(self.args.output_dir)), f"{LATEST}{self.state.global_step}"
         scratch = folder / ".saving"
         with saving(scratch, self.state.global_step, folder, self.args.should_save):
-            _barrier(self.args.world_size)
+            self.world.barrier()
             self._saving_to = str(scratch)
             try:
                 super()._save_checkpoint(model, trial)
             finally:
                 self._saving_to = None
             if self.anneal is not None and self.args.should_save:
-                self.anneal.save(scratch / f"{LATEST}{self.state.global_step}")
-            _barrier(self.args.world_size)
-            name = f"{LATEST}{self.state.global_step}"
-            complete(scratch / name, self.state.global_step)
+                self.anneal.save(scratch / name)
+            self.world.barrier()
+            complete(scratch / name, self.state.global_step, self.world)
             if self.args.should_save:
                 shutil.rmtree(folder / name, ignore_errors=True)
                 (scratch / name).rename(folder / name)
                 scratch.rmdir()
                 for old in checkpoints(folder)[: -self.settings.keep]:
                     shutil.rmtree(old)
-        _barrier(self.args.world_size)
+        self.world.barrier()
 
     _saving_to: str | None = None
 
@@ -375,7 +372,7 @@ def count(batches: list[Any], device: torch.device, *, across_ranks: bool = True
     tokens = sum(batch["counted"].sum() if "counted" in batch else batch["labels"].numel() for batch in batches)
     learned = sum((batch["labels"][:, 1:] != IGNORE_INDEX).sum() for batch in batches)
     totals = torch.stack([torch.as_tensor(value, dtype=torch.float32, device=device) for value in (tokens, learned)])
-    if across_ranks and dist.is_initialized() and dist.get_world_size() > 1:
+    if across_ranks and dist.is_initialized():
         dist.all_reduce(totals)
     totals = totals.clamp_min(1)
     return Counts(totals[0], totals[1])
@@ -384,14 +381,3 @@ def count(batches: list[Any], device: torch.device, *, across_ranks: bool = True
 def _drops_out(model: PreTrainedModel) -> bool:
     inside = any(isinstance(module, nn.Dropout) and module.p > 0 for module in model.modules())
     return inside or bool(getattr(model.config, "attention_dropout", 0.0))
-
-
-def _sum_over_ranks(value: Tensor) -> Tensor:
-    total = value.clone()
-    dist.all_reduce(total)
-    return total
-
-
-def _barrier(world: int) -> None:
-    if world > 1:
-        dist.barrier()

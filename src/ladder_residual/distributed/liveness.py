@@ -106,7 +106,7 @@ class LivenessCheck:
         now = time.monotonic()
         if (
             now > self._next_beat + self._timeout
-        ):  # this rank itself stood still, as in a suspended job: the others get their time anew
+        ):  # this rank itself stood still, as in a suspended job: all get their time anew
             self._heard = {other: (last, now) for other, (last, _) in self._heard.items()}
         self._beats, self._next_beat = self._beats + 1, now + _BEAT_SECONDS
         self._store.set(f"beat/{self.rank}", str(self._beats))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -70,7 +69,8 @@ class AsyncReducer(GroupReducer):
     With ``sockets`` (CPU hosts), partials of at most ``small_allreduce_bytes`` are gathered over sockets and added locally: one
     network trip instead of two, and no helper thread. ``comm_dtype`` is one of ``COMM_DTYPES``. A rank rounds its own partial like
     the others', so that all ranks hold the same result. ``second`` is another group of the same ranks: the two take turns, because
-    NCCL runs the all-reduces of one group one after the other.
+    NCCL runs the all-reduces of one group one after the other. ``latency`` emulates a slower link: no result is there sooner than so
+    many seconds after its start.
     """
 
     def __init__(
@@ -80,6 +80,7 @@ class AsyncReducer(GroupReducer):
         small_allreduce_bytes: int | None = None,
         comm_dtype: str = "same",
         second: dist.ProcessGroup | None = None,
+        latency: float = 0.0,
     ) -> None:
         super().__init__(group)
         self._turns = deque([group] if second is None else [group, second])
@@ -90,15 +91,19 @@ class AsyncReducer(GroupReducer):
             small_allreduce_bytes = SMALL_ALLREDUCE_BYTES_TWO_RANKS if self.size == 2 else SMALL_ALLREDUCE_BYTES
         if small_allreduce_bytes < 0:
             raise ValueError(f"small_allreduce_bytes is a number of bytes, 0 or more; got {small_allreduce_bytes}")
-        self.sockets, self.small_allreduce_bytes = sockets, small_allreduce_bytes
+        if not 0 <= latency <= 60:
+            raise ValueError(f"an emulated latency is between 0 and 60 seconds, got {latency}")
+        self.sockets, self.small_allreduce_bytes, self.latency = sockets, small_allreduce_bytes, latency
 
     def launch(self, partial: Tensor) -> ReduceWork:
-        dtype = partial.dtype
+        ready_at, dtype = time.perf_counter() + self.latency, partial.dtype
         rounded = self.comm_dtype is not None and dtype.itemsize > self.comm_dtype.itemsize
         message = partial.to(self.comm_dtype) if rounded else partial
         if self.sockets is not None and self._is_small(message):
-            return _SocketWork(self.sockets, *self.sockets.start_all_gather(message), dtype)
-        return _CastWork(self.all_reduce(message), dtype) if rounded else self.all_reduce(message)
+            work: ReduceWork = _SocketWork(self.sockets, *self.sockets.start_all_gather(message), dtype)
+        else:
+            work = _CastWork(self.all_reduce(message), dtype) if rounded else self.all_reduce(message)
+        return _SlowWork(work, ready_at) if self.latency else work
 
     def next_group(self) -> dist.ProcessGroup | None:
         self._turns.rotate(-1)
@@ -117,18 +122,3 @@ class AsyncReducer(GroupReducer):
     def drain(self) -> None:
         if self.sockets is not None:
             self.sockets.drain()
-
-
-class LatencyReducer(AsyncReducer):
-    """An asynchronous reducer over an *emulated* slower link: no result is there sooner than ``seconds`` after its start."""
-
-    def __init__(self, *arguments: Any, seconds: float) -> None:
-        """``arguments`` are those of ``AsyncReducer``."""
-        super().__init__(*arguments)
-        if not 0 <= seconds <= 60:
-            raise ValueError(f"an emulated latency is between 0 and 60 seconds, got {seconds}")
-        self.seconds = seconds
-
-    def launch(self, partial: Tensor) -> ReduceWork:
-        ready_at = time.perf_counter() + self.seconds
-        return _SlowWork(super().launch(partial), ready_at)

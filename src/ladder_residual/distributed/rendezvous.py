@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from torch.distributed import HashStore, PrefixStore
 from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     rendezvous_handler_registry,
 )
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 BACKEND = "ladder-one-host"
 
@@ -24,34 +24,15 @@ def register() -> str:
     return BACKEND
 
 
-class OneHostRendezvous(RendezvousHandler):
-    """One node: nobody to wait for, only a store to offer."""
+class OneHostRendezvous(StaticTCPRendezvous):
+    """One node: nobody to wait for, only a store to offer, and that without the port of its base."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        self._run_id = parameters.run_id
-        self._store = PrefixStore(parameters.run_id, HashStore())
+        super().__init__("127.0.0.1", 1, rank=0, world_size=1, run_id=parameters.run_id, timeout=0)  # nobody listens there
+        self._local = PrefixStore(parameters.run_id, HashStore())
 
     def get_backend(self) -> str:
         return BACKEND
 
-    @property
-    def use_agent_store(self) -> bool:
-        return True
-
     def next_rendezvous(self) -> RendezvousInfo:
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(master_addr="127.0.0.1", master_port=1))  # nobody listens
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        pass
-
-    def num_nodes_waiting(self) -> int:
-        return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        return True
+        return RendezvousInfo(self._local, self.rank, self.world_size, RendezvousStoreInfo(self.master_addr, self.master_port))

@@ -152,21 +152,14 @@ class PeerSockets:
         """Every message that has a place to go and has arrived."""
         try:
             while peer.expected:
-                if peer.filled < _HEADER.size:
-                    got = peer.connection.recv_into(memoryview(peer.header)[peer.filled :])
-                else:
-                    target = peer.expected[0]
-                    if peer.filled == _HEADER.size:
-                        self._check(peer, target.nbytes)
-                    got = peer.connection.recv_into(target[peer.filled - _HEADER.size :]) if target.nbytes else 0
-                    if got == 0 and target.nbytes == 0:
-                        peer.expected.popleft()
-                        peer.filled, peer.received = 0, peer.received + 1
-                        continue
+                target, body = peer.expected[0], peer.filled - _HEADER.size  # bytes of the message after its header
+                got = peer.connection.recv_into(memoryview(peer.header)[peer.filled :] if body < 0 else target[body:])
                 if got == 0:
                     raise PeerLost(f"rank {self.rank} lost {peer}: it closed its connection (it stopped or died)")
                 peer.filled += got
-                if peer.filled > _HEADER.size and peer.filled == _HEADER.size + peer.expected[0].nbytes:
+                if peer.filled == _HEADER.size:
+                    self._check(peer, target.nbytes)
+                if peer.filled == _HEADER.size + target.nbytes:
                     peer.expected.popleft()
                     peer.filled, peer.received = 0, peer.received + 1
         except BlockingIOError:

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,27 +28,12 @@ from ..core.reduce import GroupReducer, Reducer
 from . import shared_gpu
 from .launch import LOST_PEER, STORE, launched, report_error
 from .liveness import ALL_ANSWER, LivenessCheck
-from .reducers import AsyncReducer, LatencyReducer
+from .reducers import AsyncReducer
 from .sockets import PeerLost, PeerSockets, reachable_address
 
 DEFAULT_TIMEOUT_SECONDS = 120.0
 T = TypeVar("T")
 _LOST = "lost its peers"  # how a rank says that it lost some other without knowing which
-
-
-class Rank(Protocol):
-    """One of ``size`` tensor-parallel ranks, for functions that need its shards and not its peers: a World or an EmulatedRank."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def reducer(self) -> Reducer: ...
 
 
 @dataclass(frozen=True)
@@ -107,9 +92,7 @@ class World:
             if latency or comm_dtype != "same":
                 raise ValueError("an emulated latency and another comm_dtype need the async reducer")
             return GroupReducer(self.group)
-        if latency:
-            return LatencyReducer(self.group, self.sockets, small_allreduce_bytes, comm_dtype, seconds=latency)
-        return AsyncReducer(self.group, self.sockets, small_allreduce_bytes, comm_dtype, self.second)
+        return AsyncReducer(self.group, self.sockets, small_allreduce_bytes, comm_dtype, self.second, latency)
 
     def drain(self) -> None:
         """Before this rank waits for the group itself: its small messages come first, or a peer might wait for them forever."""
@@ -130,6 +113,15 @@ class World:
         dist.broadcast_object_list(box, src=0, group=self.group)
         return box[0]
 
+    def gather(self, value: Any) -> list[Any]:
+        """Every rank's ``value``, in the order of the ranks, on every rank."""
+        if self.size == 1:
+            return [value]
+        self.drain()
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     def slowest(self, seconds: list[float]) -> list[float]:
         """The largest of each time over all ranks: a step is over when the slowest rank is done."""
         if self.size == 1:
@@ -142,11 +134,7 @@ class World:
     def check_same(self, what: str, value: str, *, show: bool = False) -> None:
         """ValueError on every rank, naming those that differ, unless all ranks hold the same ``value``; ``show`` it if it may be
         seen by whoever reads the log."""
-        if self.size == 1:
-            return
-        self.drain()
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, (socket.gethostname(), value), group=self.group)
+        values = self.gather((socket.gethostname(), value))
         first = values[0][1]
         different = [
             f"rank {rank} on {host}" + (f" ({theirs})" if show else "")
@@ -165,8 +153,7 @@ class World:
         self.check_same("the software", f"ladder-residual {__version__}, {versions}", show=True)
 
     def main_first(self, work: Callable[[], T]) -> T:
-        """``work`` on rank 0, however long it takes, then on the others, who find what it left. They look into the store instead of
-        waiting in a collective, which would time out."""
+        """``work`` on rank 0, however long it takes, then on the others, who find what it left."""
         key = f"main first/{next(_firsts)}"
         if self.size == 1:
             return work()
@@ -179,9 +166,7 @@ class World:
             self.store.set(key, "done")
             return made
         try:
-            while not self.store.check([key]):
-                time.sleep(0.05)
-            done = self.store.get(key) == b"done"
+            done = self._from_main(key) == b"done"
         except dist.DistError:  # rank 0 may host the store, and take it along as it ends
             done = False
         if not done:
@@ -192,26 +177,27 @@ class World:
         """What stops any of the ranks, alike on all of them: the first that has something says it."""
         if self.size == 1:
             return own
-        self.drain()
-        said: list[Any] = [None] * self.size
-        dist.all_gather_object(said, own, group=self.group)
-        return next((f"rank {rank}: {text}" for rank, text in enumerate(said) if text), None)
+        return next((f"rank {rank}: {text}" for rank, text in enumerate(self.gather(own)) if text), None)
 
     def ask(self, question: Callable[[], str]) -> str:
-        """Rank 0's answer to ``question`` on every rank. A person may take longer than any collective's time-out, so the other
-        ranks look into the store instead of waiting in one."""
+        """Rank 0's answer to ``question`` on every rank, however long a person takes."""
         if self.size == 1:
             return question()
-        store, key = self.store, f"ask/{next(_questions)}"
+        key = f"ask/{next(_questions)}"
         if self.is_main:
             answer = question()
-            store.set(key, answer)
+            self.store.set(key, answer)
             return answer
-        while not store.check([key]):
+        return self._from_main(key).decode()
+
+    def _from_main(self, key: str) -> bytes:
+        """What rank 0 puts into the store, whenever that is: a collective would time out."""
+        while not self.store.check([key]):
             time.sleep(0.02)
-        return store.get(key).decode()
+        return self.store.get(key)
 
 
+Rank = World | EmulatedRank  # one of ``size`` tensor-parallel ranks, for functions that need its shards and not its peers
 _firsts, _questions = itertools.count(), itertools.count()  # every rank comes by the same calls in the same order
 
 
@@ -271,11 +257,9 @@ def distributed(device: str = "auto", timeout: float = DEFAULT_TIMEOUT_SECONDS) 
     try:
         store, rank, size = _meet(timeout)
         names = dist.PrefixStore("liveness", store)
-        on_silence = (
-            _give_up if where.type == "cuda" else None
-        )  # nobody else notices that a kernel waits for a peer that is gone
+        on_silence = _give_up if where.type == "cuda" else None  # nobody else notices a kernel that waits for a lost peer
         liveness = LivenessCheck(names, rank, size, _master(), on_silence=on_silence, timeout=timeout)
-        _form_group(store, rank, size, where, timeout)
+        form_group(store, rank, size, where, timeout)
         names = dist.PrefixStore("ranks", store)
         if where.type == "cpu":
             sockets = _connect(names, timeout)
@@ -371,9 +355,9 @@ def _meet(timeout: float) -> tuple[dist.Store, int, int]:
     return dist.PrefixStore(f"ladder_residual/{attempt}/{next(_uses)}", store), rank, size
 
 
-def _form_group(store: dist.Store, rank: int, size: int, where: torch.device, timeout: float) -> None:
-    backend = "nccl" if where.type == "cuda" else "gloo"
-    device = where if backend == "nccl" else None
+def form_group(store: dist.Store, rank: int, size: int, where: torch.device, timeout: float) -> None:
+    """The process group of all ranks: NCCL on GPUs, gloo on CPUs."""
+    backend, device = ("nccl", where) if where.type == "cuda" else ("gloo", None)
     patience = timedelta(seconds=timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=patience, device_id=device)
 

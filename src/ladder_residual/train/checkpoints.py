@@ -23,11 +23,11 @@ from torch import Tensor
 
 from ..common.files import sync
 from ..distributed.sockets import PeerLost
-from ..distributed.world import tells_of_lost_peer
+from ..distributed.world import World, tells_of_lost_peer
 from ..models.chunks import chunks_of, local_of
 from .dcp_checkpoint import METADATA, ShardOfWhole, load_tensors, root_cause, save_tensors
 from .layout import Layout
-from .manifest import MANIFEST, all_damaged, check_files, fingerprint, newest_good, read_manifest, set_aside, write_manifest
+from .manifest import MANIFEST, all_damaged, check_files, fingerprints, newest_good, read_manifest, set_aside, write_manifest
 from .model import ModelWithLoss, trained_wiring
 from .optimizer import ShardedAdamW
 from .recipe import Recipe
@@ -47,7 +47,8 @@ class Checkpoints:
         world = layout.world
         # The writing threads of the ranks talk while the main threads train: they need a group of their own.
         patience = timedelta(seconds=layout.timeout)
-        self.group = dist.new_group(backend="gloo", timeout=patience) if world.size > 1 else None
+        group = dist.new_group(backend="gloo", timeout=patience) if world.size > 1 else None
+        self.writers = World(world.rank, world.size, group=group)
         self.thread = ThreadPoolExecutor(1)
         self.writing: Future[None] | None = None
         if world.is_main:
@@ -56,15 +57,12 @@ class Checkpoints:
                 shutil.rmtree(leftover, ignore_errors=True)
         world.barrier()
 
-    def found(self) -> list[Path]:
-        return complete_checkpoints(self.directory)
-
     def any(self) -> bool:
         """Damaged ones too."""
         return bool(_directories(self.directory))
 
     def newest(self) -> Path | None:
-        found = self.found()
+        found = complete_checkpoints(self.directory)
         return found[-1] if found else None
 
     def save(
@@ -100,21 +98,15 @@ class Checkpoints:
     def _write(self, step: int, state: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         final = self.directory / f"step-{step:08d}"
         temporary = final.with_suffix(".tmp")
-        rank, alone = self.layout.world.rank, self.group is None
+        rank = self.writers.rank
         try:
             if rank == 0:
                 temporary.mkdir(parents=True)
-            self._barrier()
-            save_tensors(state, temporary, self.group)
-            mine = {path.name: fingerprint(path) for path in temporary.glob(f"__{rank}_*")}
-            everyones: list[Any] = [None] * self.layout.world.size
-            if alone:
-                everyones = [mine]
-            else:
-                dist.all_gather_object(everyones, mine, group=self.group)
+            self.writers.barrier()
+            save_tensors(state, temporary, self.writers.group)
+            mine = [path.name for path in temporary.glob(f"__{rank}_*")] + [METADATA] * (rank == 0)
+            files = fingerprints(temporary, mine, self.writers)
             if rank == 0:
-                files = {name: print_ for part in everyones for name, print_ in part.items()}
-                files[METADATA] = fingerprint(temporary / METADATA)
                 write_manifest(temporary, files, manifest)
                 if final.exists():
                     shutil.rmtree(final)  # without its list of files: the rest of a deletion that was cut off
@@ -132,7 +124,7 @@ class Checkpoints:
             raise SaveFailed(f"could not save step {step} to {final}: {reason}; {rest}") from error
 
     def _retire(self) -> None:
-        for old in self.found()[: -self.keep]:
+        for old in complete_checkpoints(self.directory)[: -self.keep]:
             (old / MANIFEST).unlink()  # first of all, so that a half-deleted one is not taken for a checkpoint
             shutil.rmtree(old, ignore_errors=True)
 
@@ -156,7 +148,7 @@ class Checkpoints:
         key = f"random.{world.rank}"
         if manifest["ranks"] == world.size:
             state[key] = random_state(self.layout.device)
-        load_tensors(state, path, self.group)
+        load_tensors(state, path, self.writers.group)
         if key in state:
             set_random_state(state[key], self.layout.device)
         optimizer.set_steps(manifest["step"])
@@ -168,10 +160,6 @@ class Checkpoints:
         say(f"resumed from {path} (step {manifest['step']}, written by {layout})")
         world.barrier()
         return manifest["step"]
-
-    def _barrier(self) -> None:
-        if self.group is not None:
-            dist.barrier(self.group)
 
 
 def complete_checkpoints(directory: Path) -> list[Path]:

@@ -18,15 +18,13 @@ from transformers import PreTrainedModel
 from ..models.hf import EAGER, Compute, RewiredLayer, both_partials, decoder_layers, module_partial
 
 
-def compile_layers(
-    model: PreTrainedModel, *, dynamic: bool | None = None, mode: str | None = None, shared: bool = False
-) -> PreTrainedModel:
-    """Compile the layers of a rewired model in place, unless they are. ``dynamic`` and ``mode`` as in ``torch.compile``.
+def compile_layers(model: PreTrainedModel, *, dynamic: bool | None = None, shared: bool = False) -> PreTrainedModel:
+    """Compile the layers of a rewired model in place, unless they are. ``dynamic`` as in ``torch.compile``.
 
     Works with gradients, gradient checkpointing, autocast, FSDP2 and tensor parallelism. Calls with a cache stay uncompiled.
     ``shared``: use the code that earlier shared models of this process compiled; for models of one shape in turn.
     """
-    compute = _shared_compute(dynamic, mode) if shared else _compiled_compute(dynamic, mode)
+    compute = _shared_compute(dynamic) if shared else _compiled_compute(dynamic)
     for layer in decoder_layers(model):
         if not isinstance(layer, RewiredLayer):
             raise ValueError(
@@ -37,9 +35,9 @@ def compile_layers(
     return model
 
 
-def _compiled_compute(dynamic: bool | None, mode: str | None) -> Compute:
+def _compiled_compute(dynamic: bool | None) -> Compute:
     functions = (module_partial, module_partial, both_partials)
-    return Compute(*(torch.compile(own_code_object(function), dynamic=dynamic, mode=mode) for function in functions))
+    return Compute(*(torch.compile(own_code_object(function), dynamic=dynamic) for function in functions))
 
 
 _shared_compute = cache(_compiled_compute)

@@ -137,9 +137,7 @@ def _memory(recipe: Recipe, shape: ModelShape, dp: int, micro: int, *, accumulat
     stream = tokens * shape.hidden_size * low
     inner = tokens * low * (shape.head_dim * (2 * own.heads + 2 * own.kv_heads) + 3 * own.columns)
     one_layer = 6 * stream + inner  # inputs, normed inputs and outputs of two modules; projections, attention, MLP
-    kept = (
-        3 * stream if recipe.run.checkpoint_activations else one_layer
-    )  # a recomputed layer keeps stream and all-reduces in flight
+    kept = 3 * stream if recipe.run.checkpoint_activations else one_layer  # recomputed: stream and all-reduces in flight
     chunk = min(recipe.run.loss_chunk, tokens) * shape.vocab_size / tp
     return {
         "weights": FULL * parameters / dp,

@@ -33,30 +33,19 @@ class StackedReducer(Reducer):
         return super().start(each.sum(0, keepdim=True).expand_as(each).flatten(0, 1))
 
 
-class _StackedRows(nn.Linear):
-    """Sharded by output rows: each rank's input times its own rows."""
+class _StackedLinear(nn.Linear):
+    """Each rank's input times its own part of the weight: of output rows (``dim`` 0), or of input columns (1), which gives a partial."""
 
     ranks: int
+    dim: int
 
     def forward(self, input: Tensor) -> Tensor:
-        x = input.unflatten(0, (self.ranks, -1)).flatten(1, -2)  # [ranks, batch * tokens, in]
-        weight = self.weight.unflatten(0, (self.ranks, -1))  # [ranks, out / ranks, in]
+        x = input.unflatten(0, (self.ranks, -1)).flatten(1, -2)  # [ranks, batch * tokens, in of a rank]
+        weight = self.weight.unflatten(self.dim, (self.ranks, -1)).movedim(self.dim, 0)  # [ranks, out of a rank, in of a rank]
         out = torch.bmm(x, weight.transpose(1, 2))
-        if self.bias is not None:
+        if self.bias is not None and self.dim == 0:
             out = out + self.bias.unflatten(0, (self.ranks, 1, -1))
-        return out.reshape(*input.shape[:-1], -1)
-
-
-class _StackedColumns(nn.Linear):
-    """Sharded by input columns: each rank's input times its own columns, a partial. The bias is added once, by rank 0."""
-
-    ranks: int
-
-    def forward(self, input: Tensor) -> Tensor:
-        x = input.unflatten(0, (self.ranks, -1)).flatten(1, -2)  # [ranks, batch * tokens, in / ranks]
-        weight = self.weight.unflatten(1, (self.ranks, -1))  # [out, ranks, in / ranks]
-        out = torch.bmm(x, weight.permute(1, 2, 0))
-        if self.bias is not None:
+        elif self.bias is not None:  # added once, by rank 0
             first = torch.arange(self.ranks, device=out.device)[:, None, None] == 0
             out = out + self.bias * first
         return out.reshape(*input.shape[:-1], -1)
@@ -97,5 +86,5 @@ def _check_known(name: str, module: nn.Module, parameter: Tensor, shape: ModelSh
 def _stack(name: str, module: Any, shape: ModelShape, ranks: int) -> None:
     spec = shard_of(f"layers.{name}.weight", tuple(module.weight.shape), shape, ranks, 0)
     if spec is not None:  # a router is whole on every rank
-        module.__class__ = _StackedRows if spec.dim == 0 else _StackedColumns
-        module.ranks = ranks
+        module.__class__ = _StackedLinear
+        module.ranks, module.dim = ranks, spec.dim

@@ -5,11 +5,11 @@ Read from the checkpoint on disk, a few gigabytes at a time, by one process: not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
@@ -86,34 +86,24 @@ def _check_shapes(checkpoint: Path, stored: Stored, expected: dict[str, torch.Si
 
 
 def _write_weights(checkpoint: Path, stored: Stored, directory: DirectoryWriter, dtype: torch.dtype) -> None:
-    groups = list(_in_shards({name: entry.size.numel() * dtype.itemsize for name, entry in stored.items()}))
-    where: dict[str, str] = {}
-    for number, names in enumerate(groups, start=1):
+    shards = split_state_dict_into_shards_factory(
+        stored,
+        get_storage_size=lambda entry: entry.size.numel() * dtype.itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=SHARD_BYTES,
+    )
+    for file, names in shards.filename_to_tensors.items():
         state: dict[str, Any] = {
             f"model.{name}": torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names
         }
         load_tensors(state, checkpoint, None)
-        file = "model.safetensors" if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
         try:
             weights = {name: cast_finite(name, state[f"model.{name}"], dtype) for name in names}
         except NonFiniteError as error:
             raise NonFiniteError(f"{checkpoint}: {error}; --dtype bfloat16 and float32 have the widest range") from None
         directory.write_tensors(file, weights)
-        where |= dict.fromkeys(names, file)
-    if len(groups) > 1:
-        directory.write_index(where, sum(entry.size.numel() * dtype.itemsize for entry in stored.values()))
-
-
-def _in_shards(sizes: dict[str, int]) -> Iterator[list[str]]:
-    names: list[str] = []
-    filled = 0
-    for name, size in sizes.items():
-        if names and filled + size > SHARD_BYTES:
-            yield names
-            names, filled = [], 0
-        names.append(name)
-        filled += size
-    yield names
+    if shards.is_sharded:
+        directory.write_index(shards.tensor_to_filename, shards.metadata["total_size"])
 
 
 def _write_tokenizer(source: str | None, target: Path, *, must: bool) -> None:

@@ -12,7 +12,7 @@ from ..models.sharding import ShardSpec
 
 
 def finish_gradients(model: nn.Module, world: World) -> None:
-    """Complete the gradients of what several ranks hold alike. Call once after the last backward, before clipping and step.
+    """Call once after the last backward, before clipping and step.
 
     Each rank's backward yields its own share of those gradients (``reduce.py``); they are summed in one message per dtype.
     """

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ..distributed.world import World, distributed
+from ..distributed.world import World, distributed, form_group
 
 DP, TP = "dp", "tp"
 
@@ -90,15 +90,7 @@ def arranged(world: World, timeout: float, tp: int, dp: int | None) -> Iterator[
     dp, tp = degrees(world.size, tp, dp)
     alone = not dist.is_initialized()
     if alone:  # FSDP wants a group, also of one
-        backend = "nccl" if world.device.type == "cuda" else "gloo"
-        dist.init_process_group(
-            backend,
-            store=dist.HashStore(),
-            rank=0,
-            world_size=1,
-            timeout=timedelta(seconds=timeout),
-            device_id=world.device if backend == "nccl" else None,
-        )
+        form_group(dist.HashStore(), 0, 1, world.device, timeout)
     try:
         mesh = init_device_mesh(world.device.type, (dp, tp), mesh_dim_names=(DP, TP))
         for axis in (DP, TP):  # a new group's own would be half an hour

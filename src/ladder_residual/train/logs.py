@@ -42,12 +42,9 @@ class Logs:
                 import wandb
             except ImportError:
                 raise ValueError("log.wandb is set, but wandb is not installed: pip install wandb, or remove it") from None
-            same = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[
-                :16
-            ]  # so that a resumed run goes on in its own curves
-            self.wandb = wandb.init(
-                project=recipe.log.wandb, name=recipe.name, id=same, config=recipe.to_dict(), resume="allow"
-            )
+            same = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]  # a resumed run goes on in its own curves
+            settings = {"project": recipe.log.wandb, "name": recipe.name, "config": recipe.to_dict()}
+            self.wandb = wandb.init(**settings, id=same, resume="allow")
 
     def event(self, kind: str, step: int, **values: Any) -> None:
         """``values`` are numbers or text; ``step`` counts finished steps."""

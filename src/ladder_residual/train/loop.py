@@ -228,17 +228,14 @@ class Loop:
     def save(self, final: bool = False) -> None:
         if not self.recipe.checkpoint.enabled:
             return
-        self.report_if_pending()
+        if self.pending:
+            self.report()  # never save what is no number
         started = time.perf_counter()
         self.checkpoints.save(
             self.step, self.trained, self.optimizer, self.recipe, self.about, wait=final or self.recipe.checkpoint.blocking
         )
         self.logs.event("checkpoint", self.step, seconds=time.perf_counter() - started)
         self.clock += time.perf_counter() - started
-
-    def report_if_pending(self) -> None:
-        if self.pending:
-            self.report()  # never save what is no number
 
     def finish(self, evaluated: dict[str, float], stopped: bool) -> dict[str, Any]:
         recipe = self.recipe

@@ -5,14 +5,14 @@ It is written last, so a checkpoint without it is not complete. Checksums find d
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..common.files import replace_text
+from ..data.corpus import file_sha256
 from ..distributed.world import World
 from ..models.checkpoint_reader import INDEX_BYTES, read_json
 
@@ -21,8 +21,13 @@ MANIFEST = "complete.json"
 
 def fingerprint(path: Path) -> list[Any]:
     """Size and checksum."""
-    with path.open("rb") as file:
-        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+    return [path.stat().st_size, file_sha256(path)]
+
+
+def fingerprints(folder: Path, names: Iterable[str], world: World) -> dict[str, list[Any]]:
+    """Of all ranks' files in ``folder``; all ranks call it, each with its own ``names``."""
+    everyones = world.gather({name: fingerprint(folder / name) for name in names})
+    return {name: entry for part in everyones for name, entry in part.items()}
 
 
 def write_manifest(folder: Path, files: dict[str, list[Any]], about: dict[str, Any]) -> None:
@@ -57,7 +62,7 @@ def check_files(folder: Path, share: int = 0, shares: int = 1) -> str:
                 return f"{name} is missing"
             if file.stat().st_size != size:
                 return f"{name} has {file.stat().st_size} bytes instead of {size}"
-            if number % shares == share and fingerprint(file)[1] != sha256:
+            if number % shares == share and file_sha256(file) != sha256:
                 return f"the checksum of {name} is wrong"
     except (OSError, ValueError) as error:
         return str(error)

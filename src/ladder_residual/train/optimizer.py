@@ -22,19 +22,15 @@ class ShardedAdamW:
         self.model, self.settings, self.layout = trained.model, settings, layout
         self.parameters = dict(trained.model.named_parameters())
         self.shards = {name: local_of(parameter) for name, parameter in self.parameters.items()}
-        decayed = {
-            name for name in self.shards if settings.decay_norms_and_embeddings or _is_matrix(name, self.parameters[name])
-        }
-        groups = [
-            {
-                "params": [shard for name, shard in self.shards.items() if (name in decayed) == decay and shard.numel()],
-                "weight_decay": rate,
-            }
-            for decay, rate in ((True, settings.weight_decay), (False, 0.0))
-        ]
-        self.adamw = torch.optim.AdamW(
-            [group for group in groups if group["params"]], lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True
-        )
+        decayed: list[Tensor] = []
+        others: list[Tensor] = []
+        for name, shard in self.shards.items():
+            if shard.numel():
+                decays = settings.decay_norms_and_embeddings or _is_matrix(name, self.parameters[name])
+                (decayed if decays else others).append(shard)
+        rates = ((decayed, settings.weight_decay), (others, 0.0))
+        groups = [{"params": shards, "weight_decay": rate} for shards, rate in rates if shards]
+        self.adamw = torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
     def step(self, lr: float) -> Tensor:
         """Finish the gradients, clip, update, clear. Returns the norm before clipping."""
