@@ -129,10 +129,9 @@ def adapt(
         (4, 'stories-recovered')
     """
     check_installed()
-    given = {"out": out, "tokens": tokens, "sequence": sequence, "batch_tokens": batch_tokens, "learning_rate": learning_rate}
+    given: dict[str, Any] = {"teacher": teacher, "out": out, "tokens": tokens, "sequence": sequence}
+    given |= {"batch_tokens": batch_tokens, "learning_rate": learning_rate}
     named = {name: str(value) if isinstance(value, Path) else value for name, value in given.items() if value is not None}
-    if teacher is not None:
-        named["teacher"] = str(teacher)
     chosen: AdaptSettings = from_mapping(
         {
             "student": str(student),

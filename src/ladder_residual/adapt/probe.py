@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -42,11 +42,11 @@ class Cost:
         return sum(self.divergences) / len(self.divergences)
 
 
-class CachedStates:
+class CachedStates(NamedTuple):
     """The state before each layer of one set of layers, for every batch, up to where it was computed."""
 
-    def __init__(self, layers: frozenset[int], states: list[list[State]]) -> None:
-        self.layers, self.states = layers, states
+    layers: frozenset[int]
+    states: list[list[State]]
 
 
 def inputs_of_layers(model: PreTrainedModel, ids: Tensor) -> tuple[Tensor, list[dict[str, Any]]]:
@@ -99,18 +99,13 @@ class Probe:
                 start, arguments = inputs_of_layers(model, ids)
                 self._starts.append(State(start))
                 self._arguments.append(arguments)
-        self._original_hidden: list[Tensor] = []
         self._original_logits: dict[tuple[int, int], Tensor] = {}  # by batch and first token
         self._keep = rows.numel() * model.config.vocab_size <= _KEPT
         self._costs: dict[frozenset[int], Cost] = {}
         self.empty = CachedStates(frozenset(), [[start] for start in self._starts])
-        self.original = self._remember_original()
-
-    def _remember_original(self) -> Cost:
-        cached = self.cache_states(frozenset(), self.empty)
-        self._original_hidden = [self._final(states[-1]) for states in cached.states]
-        self.empty = cached
-        return self._measured(frozenset(), self._original_hidden)
+        self.empty = self.cache_states(frozenset(), self.empty)
+        self._original_hidden = [self._final(states[-1]) for states in self.empty.states]
+        self.original = self._measured(frozenset(), self._original_hidden)
 
     @torch.no_grad()
     def _run(self, state: State, batch: int, layers: frozenset[int], first: int, keep: list[State] | None) -> State:

@@ -59,9 +59,7 @@ class Result:
     before: dict[str, dict[str, float]]
     after: dict[str, dict[str, float]]
     curve: list[dict[str, Any]]
-    texts: dict[
-        str, dict[str, float | None]
-    ]  # by held-out text: loss before, after, of the teacher; gap closed (outcome.compared)
+    texts: dict[str, dict[str, float | None]]  # by held-out text (outcome.compared)
     share_of_text_percent: float  # of the rows there are, how many were trained on
     stopped: bool = False  # by SIGTERM: there is a checkpoint, and no output yet
 

@@ -138,10 +138,8 @@ def curves(
         for order, of_order in sets.items():
             found[order] = []
             for k, layers in zip(sizes, of_order, strict=True):
-                found[order].append(_point(k, probe.cost(layers), probe))
+                cost = probe.cost(layers)
+                point = {"k": k, "layers": list(cost.layers), "loss": cost.loss, "kl": cost.kl}
+                found[order].append(point | {"rise": cost.loss - probe.original.loss})
                 bar.update()
     return found
-
-
-def _point(k: int, cost: Cost, probe: Probe) -> dict[str, Any]:
-    return {"k": k, "layers": list(cost.layers), "loss": cost.loss, "kl": cost.kl, "rise": cost.loss - probe.original.loss}

@@ -59,9 +59,7 @@ class AdaptSettings:
     out: str | None = None
     data: tuple[DataSource, ...] = ()
     heldout: tuple[str, ...] = ()  # texts to measure on, never trained on
-    holdout: Annotated[float, Range(0, high=0.5)] = (
-        0.05  # without heldout: share of the data's rows kept to measure on; 0: none
-    )
+    holdout: Annotated[float, Range(0, high=0.5)] = 0.05  # without heldout: share of the data's rows to measure on; 0: none
     method: Method = "distill"
     control: bool = False  # the unchanged model instead of the converted one, everything else alike
 
@@ -103,9 +101,7 @@ class AdaptSettings:
     lora_rank: Positive = 16
     lora_alpha: AboveZero = 32.0
     lora_targets: tuple[str, ...] = ()  # default: every projection of the layers
-    merge: bool = (
-        True  # into plain weights; False, and always with quantised ones: the adapter alone is written, in peft's format
-    )
+    merge: bool = True  # into plain weights; False, and always with quantised ones: the adapter alone, in peft's format
 
     # Chats
     answers_only: bool = True  # next-token loss on answers only
