@@ -8,7 +8,9 @@ from typing import Any
 def mend_interpreter() -> None:
     """Triton 3.6's interpreter converts one-element arrays with int(), which numpy 2.4 refuses. And it replaces all functions of the
     language once more at each call of a device function, a third of the time of our kernels: once a kernel is enough. Half of what is
-    left describes the types of results anew: those of a shape are described once."""
+    left describes the types of results anew: those of a shape are described once. Its E4M3 has no NaN and loses a carry as it rounds:
+    torch converts instead."""
+    import torch
     from triton import language as tl
     from triton.runtime import interpreter
 
@@ -37,6 +39,17 @@ def mend_interpreter() -> None:
         return known[name]
 
     interpreter._get_np_dtype = numpy_type
+    convert = interpreter._convert_float
+
+    def convert_float(values: Any, source: Any, target: Any, rounding_mode: Any) -> Any:
+        if (source, target) == (tl.float32, tl.float8e4nv):
+            return torch.from_numpy(values).to(torch.float8_e4m3fn).view(torch.uint8).numpy()
+        if source == tl.float8e4nv:
+            values = torch.from_numpy(values.view("uint8")).view(torch.float8_e4m3fn).float().numpy()
+            return values.view("uint32") if target == tl.float32 else convert(values, tl.float32, target, rounding_mode)
+        return convert(values, source, target, rounding_mode)
+
+    interpreter._convert_float = convert_float
 
 
 def _remember_shapes(core: Any) -> None:

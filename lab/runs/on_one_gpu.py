@@ -3,7 +3,7 @@
     python -m lab.runs.on_one_gpu vllm --dry-run                  # what would run, and how long
     python -m lab.runs.on_one_gpu vllm --out DIR                  # DIR gets flat JSON files and one log
 
-Each of vllm, ranks, kills and quantised ends within ten minutes. A part that fails, or does not end, leaves the rest its time.
+Each of vllm, ranks, kills, quantised and fp8-cache ends within ten minutes. A part that fails, or does not end, leaves the rest its time.
 ``vllm`` needs what ``lab.serving.gpu_unpack`` unpacks on PYTHONPATH; the others need torch alone.
 """
 
@@ -32,6 +32,10 @@ class Part(NamedTuple):
     mps: bool = False  # needs an MPS server; the others start their own, or none
 
 
+LONG_CONTEXT = (
+    "-m ladder_residual bench decode --model llama-3.1-8b --tp 1 --batch 1,16 --context 16384 --wirings standard --links none"
+)
+
 PARTS = {
     "vllm": [
         Part("times", 300, "-m lab.serving.gpu --parts ipc+nccl --rounds 3 --budget 280 --out OUT/gpu-times.json"),
@@ -56,6 +60,11 @@ PARTS = {
             "-m lab.faults --what generate-gpu --rounds 20 --named none --seconds 220 --out OUT/generate-gpu.json",
         ),
         Part("train", 230, "-m lab.faults --what train-gpu --rounds 20 --named none --seconds 190 --out OUT/train-gpu.json"),
+    ],
+    "fp8-cache": [
+        Part("logits", 240, "tests/gpu/test_fp8_cache_gpu.py"),
+        Part("times-fp8", 120, f"{LONG_CONTEXT} --kv-cache-dtype fp8"),  # the result is the log's last line
+        Part("times-bf16", 120, LONG_CONTEXT),
     ],
     "quantised": [
         Part("logits", 150, "tests/gpu/test_quantized_gpu.py"),

@@ -16,7 +16,7 @@ from ladder_residual.cli.main import COMMANDS, EXAMPLES, app, main
 from ladder_residual.cli.options import split_links, split_wirings
 from ladder_residual.distributed.link_probe import SMALL_ALLREDUCE
 from ladder_residual.distributed.reducers import COMM_DTYPES
-from ladder_residual.engine import REAL_REDUCERS
+from ladder_residual.engine import KV_CACHE_DTYPES, REAL_REDUCERS
 from ladder_residual.engine.schedule import SCHEDULES
 from ladder_residual.generation.request import ENGINES
 from ladder_residual.models.preflight import DTYPES
@@ -112,6 +112,7 @@ def test_options_offer_what_the_library_takes():
         "engine": ENGINES,
         "schedule": ("auto", *SCHEDULES),
         "reducer": REAL_REDUCERS,
+        "kv_cache_dtype": KV_CACHE_DTYPES,
         "dtype": ("auto", *DTYPES),
         "comm_dtype": COMM_DTYPES,
         "small_allreduce": SMALL_ALLREDUCE,
@@ -143,6 +144,11 @@ def test_lists_in_options():
         (["generate", "DEMO", "-p", "x", "--engine", "cuda"], "use --engine auto or torch"),
         (["generate", "DEMO", "-p", "x", "--device", "cuda"], "use --device cpu"),
         (["generate", "DEMO", "-p", "x", "--reducer", "symm"], "leave it out"),
+        (
+            ["generate", "DEMO", "-p", "x", "--kv-cache-dtype", "fp8"],
+            "fp8 is the CUDA engine's, which needs a GPU: leave it out",
+        ),
+        (["bench", "e2e", "--model", "DEMO", "--kv-cache-dtype", "fp8"], "fp8 is the CUDA engine's, which needs a GPU"),
         (["bench", "decode", "--model", "DEMO", "--tp", "2", "--prompt", "-5", "--new", "2"], "--context must be at least 1"),
         (["bench", "prefill", "--model", "DEMO", "--tp", "2", "--prompt", "0"], "--prompt must be at least 1, got 0"),
         (["bench", "e2e", "--model", "DEMO", "--tp", "2", "--new", "0"], "--new must be at least 1, got 0"),

@@ -81,6 +81,7 @@ MISTAKES = [
     ("generate stories -p x --engine cudaa", "unknown engine 'cudaa'", "did you mean 'cuda'"),
     ("generate stories -p x --schedule three", "unknown schedule 'three'", "choose from auto, serial, two_stream"),
     ("generate stories -p x --reducer mpi", "unknown reducer 'mpi'", "choose from auto, nccl, symm"),
+    ("generate stories -p x --kv-cache-dtype fp4", "unknown kv-cache-dtype 'fp4'", "choose from auto, fp8"),
     ("generate stories -p x --comm-dtype fp8", "unknown comm-dtype 'fp8'", "choose from same, bf16"),
     ("generate stories -p x --temperature -1", "temperature must be between 0 and 1000", "got -1"),
     ("generate stories -p x --top-p 2", "top-p must be between 0 and 1", "got 2"),

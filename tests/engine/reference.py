@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ladder_residual.core.config import Wiring
+from ladder_residual.engine.cache import to_fp8
 from ladder_residual.engine.rope import rope_tables, rotate
 from ladder_residual.engine.spec import EngineSpec, RankSizes
 from ladder_residual.engine.weights import LayerWeights, RankWeights
@@ -19,9 +20,12 @@ from ladder_residual.engine.weights import LayerWeights, RankWeights
 
 class ReferenceDecoder:
     """``ranks``: the shards present. With fewer than ``tp`` of them an all-reduce adds those present: one shard alone is exactly
-    what an emulated rank computes."""
+    what an emulated rank computes. With an ``fp8_cache`` keys and values are rounded as that holds them."""
 
-    def __init__(self, spec: EngineSpec, wiring: Wiring, ranks: Sequence[RankWeights], *, tp: int, first_rank: int = 0) -> None:
+    def __init__(
+        self, spec: EngineSpec, wiring: Wiring, ranks: Sequence[RankWeights], *, tp: int, first_rank: int = 0, fp8_cache: bool = False
+    ) -> None:  # fmt: skip
+        self.fp8_cache = fp8_cache
         self.spec, self.wiring, self.tp = spec, wiring, tp
         self.ranks = [_in_float32(rank) for rank in ranks]
         self.sizes = [RankSizes.of(spec.shape, tp, first_rank + i) for i in range(len(ranks))]
@@ -103,7 +107,7 @@ class ReferenceDecoder:
             w = weights.layers[layer]
             if module == "attention":
                 y = _rms(x[rank], w.input_norm, self.spec.norm_eps)
-                out, cache = _attention(self.spec, sizes, w, y, cos, sin, self.caches[rank][layer])
+                out, cache = _attention(self.spec, sizes, w, y, cos, sin, self.caches[rank][layer], self.fp8_cache)
                 self.caches[rank][layer] = cache
             else:
                 y = _rms(x[rank], w.input_norm if uses_input_norm else w.post_attention_norm, self.spec.norm_eps)
@@ -147,6 +151,7 @@ def _attention(
     cos: Tensor,
     sin: Tensor,
     cache: tuple[Tensor, Tensor] | None,
+    fp8_cache: bool,
 ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
     batch, steps, _ = x.shape
     d = sizes.head_dim
@@ -158,6 +163,8 @@ def _attention(
     if w.q_norm is not None and w.k_norm is not None:
         q, k = _rms(q, w.q_norm, spec.norm_eps), _rms(k, w.k_norm, spec.norm_eps)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if fp8_cache:
+        k, v = (numbers.float() * scales.float().unsqueeze(-1) for numbers, scales in map(to_fp8, (k, v)))
     if cache is not None:
         k, v = torch.cat([cache[0], k], dim=2), torch.cat([cache[1], v], dim=2)
     expand = (k.repeat_interleave(sizes.group, 1), v.repeat_interleave(sizes.group, 1))

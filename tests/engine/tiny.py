@@ -56,16 +56,18 @@ def random_tokens(shape: ModelShape, *size: int, seed: int = 3) -> torch.Tensor:
     return torch.randint(0, shape.vocab_size, size, generator=torch.Generator().manual_seed(seed))
 
 
-def decode_error(shape, wiring, make_ops, *, batch=1, prompt=3, schedule="serial", tp=1, rank=0, quantise=None) -> float:
+def decode_error(
+    shape, wiring, make_ops, *, batch=1, prompt=3, schedule="serial", tp=1, rank=0, quantise=None, kv="auto"
+) -> float:
     """Prefill with the plain ops, then two decode steps with the ops under test: the largest relative error of the logits. ``quantise``:
-    arguments of ``rounded``."""
+    arguments of ``rounded``; ``kv``: the cache's type."""
     spec, sizes, weights = tiny_rank(shape, tp, rank)
     weights = weights.with_projections(lambda weight: rounded(weight, *quantise)) if quantise else weights
     wired = Wiring.parse(wiring, shape.num_layers)
-    cache = KVCache(spec, sizes, batch, 64, torch.float32, CPU)
+    cache = KVCache(spec, sizes, batch, 64, torch.float32, CPU, kv)
     # tokens of other ranks have no part in this one
     tokens = sizes.vocab_first + random_tokens(shape, batch, prompt + 2) % sizes.vocab_tokens
-    reference = ReferenceDecoder(spec, wired, [weights], tp=tp, first_rank=rank)
+    reference = ReferenceDecoder(spec, wired, [weights], tp=tp, first_rank=rank, fp8_cache=kv == "fp8")
     if prompt:
         plain = PrefillOps(spec, sizes, weights, cache, prompt)
         logits = torch.empty(batch * prompt, sizes.vocab_rows)

@@ -111,6 +111,10 @@ def test_what_the_engine_cannot_take_falls_back_or_is_refused(demo_dir):
         with_engine(model, World(), "auto", **options, reducer="mpi")
     with pytest.raises(ValueError, match="--reducer symm is the CUDA engine's"):
         with_engine(model, World(), "auto", **options, reducer="symm")
+    with pytest.raises(ValueError, match="--kv-cache-dtype fp8 is the CUDA engine's"):
+        with_engine(model, World(device=torch.device("cuda")), "torch", **options, kv_cache_dtype="fp8")
+    with pytest.raises(ValueError, match="cannot follow beams"):  # no slow path has such a cache
+        with_engine(model, World(device=torch.device("cuda")), "auto", **options | {"beams": 2}, kv_cache_dtype="fp8")
     with pytest.warns(UserWarning, match="using the slow path: the CUDA engine's cache cannot follow beams"):
         assert with_engine(model, World(device=torch.device("cuda")), "auto", **options | {"beams": 2}) is model
 

@@ -44,6 +44,7 @@ def bench_decode(
     repeats: int = 40,
     layers: int | None = None,
     weights: str = "bf16",
+    kv_cache_dtype: str = "auto",
     rank: RandomRank | None = None,
 ) -> dict[str, Any]:
     """Time of one decode step at ``context`` for every (batch, link, wiring); the no-communication bound comes with each batch."""
@@ -54,7 +55,7 @@ def bench_decode(
     max_context = max_context or max(2 * context, 2048)
     links = links_of(links, tp)
     check_cases(rank or model, tp, layers, batches, wirings, links, max_context, schedule, gemm_backend)
-    rank = rank or RandomRank(*resolve_model(model), tp, layers=layers, weights=weights)
+    rank = rank or RandomRank(*resolve_model(model), tp, layers=layers, weights=weights, kv_cache_dtype=kv_cache_dtype)
     bandwidth = read_bandwidth()
     rows: list[dict[str, Any]] = []
     for batch in batches:
@@ -96,6 +97,7 @@ def bench_decode(
         "context": context,
         "dtype": "bfloat16",
         "weights": rank.weights_name,
+        "kv_cache_dtype": rank.kv_cache_dtype,
         "gigabytes_per_step_batch_1": round(rank.bytes_per_step(1, context) / 1e9, 3),
         "read_bandwidth_tb_s": round(bandwidth / 1e12, 3),
         "rows": rows,
@@ -125,12 +127,12 @@ def _decode_row(
 def bench_prefill(
     *, model: str = "llama-3-70b", tp: int = 8, batches: Sequence[int] = (1,), prompt: int = 1024,
     wirings: Sequence[str] = ("standard", "ladder"), links: Sequence[str] = ("none", "24us"), repeats: int = 5,
-    layers: int | None = None, rank: RandomRank | None = None,
+    layers: int | None = None, kv_cache_dtype: str = "auto", rank: RandomRank | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Time to the first token. Prefill runs eagerly, so short prompts are bound by launches, not by the card."""
     links = links_of(links, tp)
     check_cases(rank or model, tp, layers, batches, wirings, links, prompt + 16)
-    rank = rank or RandomRank(*resolve_model(model), tp, layers=layers)
+    rank = rank or RandomRank(*resolve_model(model), tp, layers=layers, kv_cache_dtype=kv_cache_dtype)
     rows: list[dict[str, Any]] = []
     for batch, link_name in itertools.product(batches, links):
         tokens = torch.randint(0, rank.sizes.vocab_rows, (batch, prompt), device="cuda")
@@ -158,19 +160,19 @@ def bench_prefill(
         torch.cuda.empty_cache()
     return {
         "benchmark": "prefill", "emulated": tp > 1, "model": rank.name, "tp": tp, "prompt": prompt,
-        "layers": rank.sizes.layers, "rows": rows, **environment(),
+        "layers": rank.sizes.layers, "kv_cache_dtype": rank.kv_cache_dtype, "rows": rows, **environment(),
     }  # fmt: skip
 
 
 def bench_e2e(
     *, model: str = "llama-3-70b", tp: int = 8, batches: Sequence[int] = (1,), prompt: int = 1024, new: int = 512,
     wirings: Sequence[str] = ("standard", "ladder"), links: Sequence[str] = ("24us",), repeats: int = 3, layers: int | None = None,
-    rank: RandomRank | None = None,
+    kv_cache_dtype: str = "auto", rank: RandomRank | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Prompt to last token, greedy, tokens chosen on the device: the paper's measure (tokens/s counts generated tokens)."""
     links = links_of(links, tp)
     check_cases(rank or model, tp, layers, batches, wirings, links, prompt + new + 8)
-    rank = rank or RandomRank(*resolve_model(model), tp, layers=layers)
+    rank = rank or RandomRank(*resolve_model(model), tp, layers=layers, kv_cache_dtype=kv_cache_dtype)
     rows: list[dict[str, Any]] = []
     for batch, link_name in itertools.product(batches, links):
         prompts = torch.randint(0, rank.sizes.vocab_rows, (batch, prompt), device="cuda")
@@ -198,7 +200,7 @@ def bench_e2e(
             torch.cuda.empty_cache()
     return {
         "benchmark": "e2e", "emulated": tp > 1, "model": rank.name, "tp": tp, "prompt": prompt, "new": new,
-        "layers": rank.sizes.layers, "rows": rows, **environment(),
+        "layers": rank.sizes.layers, "kv_cache_dtype": rank.kv_cache_dtype, "rows": rows, **environment(),
     }  # fmt: skip
 
 

@@ -45,6 +45,7 @@ def bench_ranks(
     schedule: str = "auto",
     gemm_backend: str = "auto",
     weights: str = "bf16",
+    kv_cache_dtype: str = "auto",
 ) -> dict[str, Any]:
     """``phase``: decode (steps at ``context``), prefill (a ``prompt``) or e2e (``prompt`` and ``new`` tokens)."""
     if world.size < 2:
@@ -56,7 +57,8 @@ def bench_ranks(
     check_cases(model, world.size, layers, batches, wirings, ("none",), max_context, schedule, gemm_backend)
     everyone = list(range(world.size))
     groups = (dist.new_group(everyone), dist.new_group(everyone))
-    rank = RandomRank(*resolve_model(model), world.size, layers=layers, rank=world.rank, groups=groups, weights=weights)
+    numbers: dict[str, Any] = {"weights": weights, "kv_cache_dtype": kv_cache_dtype}
+    rank = RandomRank(*resolve_model(model), world.size, layers=layers, rank=world.rank, groups=groups, **numbers)
     bandwidth = _bandwidth(world)
     names = list(dict.fromkeys(["standard", BOUND, *wirings]))
     rows: list[dict[str, Any]] = []
@@ -103,6 +105,7 @@ def bench_ranks(
         **sizes,
         "dtype": "bfloat16",
         "weights": rank.weights_name,
+        "kv_cache_dtype": rank.kv_cache_dtype,
         **sharing(world.ranks_per_gpu),
         "read_bandwidth_tb_s": round(bandwidth / 1e12, 3),
         "rows": rows,

@@ -14,12 +14,13 @@ from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks
-from ..engine import RANDOM_WEIGHTS
+from ..engine import NO_KV_CACHE_DTYPE, RANDOM_WEIGHTS
 from ..links import parse_link
 from ..models.preflight import check_model
 from .options import (
     Device,
     Dtype,
+    KVCacheDtype,
     Layers,
     Links,
     MeasuredRanks,
@@ -107,6 +108,7 @@ def bench_decode(
     weights: Annotated[
         str, typer.Option(help="Random weights of the layers in the CUDA engine.", **one_of(*RANDOM_WEIGHTS))
     ] = "bf16",
+    kv_cache_dtype: KVCacheDtype = "auto",
     ranks: WhichRanks = "auto",
     reducers: Reducers = "symm,nccl",
     share_gpu: ShareGpu = False,
@@ -118,6 +120,7 @@ def bench_decode(
     context = context or prompt + new // 2
     at_least_one(context=context)
     engine = {"context": context, "schedule": schedule, "gemm_backend": gemm_backend, "weights": weights}
+    engine |= _kv_cache(kv_cache_dtype, device)
     if (schedule, gemm_backend, weights) != ("auto", "auto", "bf16") and not _on_gpu(device):
         raise ValueError("--schedule, --gemm-backend and --weights are the CUDA engine's: ranks on CPUs have none of them")
     _measure(
@@ -135,6 +138,7 @@ def bench_prefill(
     prompt: Prompt = 1024,
     wirings: Wirings = "standard,ladder",
     links: Links = "none;500us",
+    kv_cache_dtype: KVCacheDtype = "auto",
     ranks: WhichRanks = "auto",
     reducers: Reducers = "symm,nccl",
     share_gpu: ShareGpu = False,
@@ -144,8 +148,9 @@ def bench_prefill(
 ) -> None:
     """Time to the first token. On GPUs: the CUDA engine on real ranks, or rank 0 of TP alone (emulated). On CPUs: real ranks."""
     sizes = {"prompt": prompt}
+    on_gpu = sizes | _kv_cache(kv_cache_dtype, device)
     _measure(
-        "prefill", on_gpu=sizes, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
+        "prefill", on_gpu=on_gpu, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
         tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,
     )  # fmt: skip
 
@@ -160,6 +165,7 @@ def bench_e2e(
     new: New = 512,
     wirings: Wirings = "standard,ladder",
     links: Links = "24us",
+    kv_cache_dtype: KVCacheDtype = "auto",
     ranks: WhichRanks = "auto",
     reducers: Reducers = "symm,nccl",
     share_gpu: ShareGpu = False,
@@ -169,8 +175,9 @@ def bench_e2e(
 ) -> None:
     """Prompt to last token, the paper's measure. On GPUs: real ranks, or rank 0 of TP. On CPUs: real ranks."""
     sizes = {"prompt": prompt, "new": new}
+    on_gpu = sizes | _kv_cache(kv_cache_dtype, device)
     _measure(
-        "e2e", on_gpu=sizes, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
+        "e2e", on_gpu=on_gpu, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
         tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,
     )  # fmt: skip
 
@@ -293,6 +300,12 @@ def _on_gpu(device: str) -> bool:
     if shared_gpu.is_shared() and not torch.cuda.is_available():
         raise ValueError(shared_gpu.NO_GPU)
     return torch.cuda.is_available()
+
+
+def _kv_cache(kv_cache_dtype: str, device: str) -> dict[str, Any]:
+    if kv_cache_dtype != "auto" and not _on_gpu(device):
+        raise ValueError(NO_KV_CACHE_DTYPE.format(kv_cache_dtype))
+    return {"kv_cache_dtype": kv_cache_dtype}
 
 
 def _measure(

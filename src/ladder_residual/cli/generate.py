@@ -21,6 +21,7 @@ from .options import (
     Dtype,
     Engine,
     EngineReducer,
+    KVCacheDtype,
     MaxTokens,
     MinP,
     Ranks,
@@ -72,6 +73,7 @@ def generate(
     engine: Engine = "auto",
     schedule: Schedule = "auto",
     reducer: EngineReducer = "auto",
+    kv_cache_dtype: KVCacheDtype = "auto",
     emulate: Annotated[
         str | None,
         typer.Option(

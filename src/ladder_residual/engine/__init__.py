@@ -40,6 +40,8 @@ __all__ = sorted(_WHERE)
 RANDOM_WEIGHTS: dict[str, tuple[str, int | None] | None] = {
     "bf16": None, "fp8": ("fp8", None), "fp8-block": ("fp8", 128), "int4": ("int4", 128),
 }  # fmt: skip
+KV_CACHE_DTYPES = ("auto", "fp8")  # auto: the model's own
+NO_KV_CACHE_DTYPE = "--kv-cache-dtype {} is the CUDA engine's, which needs a GPU: leave it out"
 REAL_REDUCERS = ("auto", "nccl", "symm")  # which reduce over ranks; an emulated rank has a link instead
 
 

@@ -25,7 +25,7 @@ from ..links import Link
 from ..models.candidates import Candidates, best_of_ranks, decisive_logits
 from ..models.sharding import split
 from .cache import KVCache
-from .checks import EXACT_DTYPE, check_request, check_weights, prefill_bytes, require_memory
+from .checks import EXACT_DTYPE, check_kv_cache, check_request, check_weights, prefill_bytes, require_memory
 from .cuda.cublas import reserve_sms
 from .cuda.device import is_hopper, max_shared_memory, sm_count
 from .cuda.graph_edges import can_edit_edges, order_side_streams
@@ -59,7 +59,8 @@ class DecodeEngine:
         reducer: str = "none", link: Link | None = None, groups: tuple[Any, Any] | None = None, batch: int = 1,
         max_context: int = 2048, schedule: str = "auto", gemm_backend: str = "auto",
         pdl: int = PdlMode.TRIGGER_THEN_WAIT, tiles: GemvTiles | None = None, release: bool = False,
-        cache: KVCache | None = None, stream_priorities: tuple[int, int] | None = None, reserved_sms: int | None = None,
+        kv_cache_dtype: str = "auto", cache: KVCache | None = None, stream_priorities: tuple[int, int] | None = None,
+        reserved_sms: int | None = None,
     ) -> None:  # fmt: skip
         """``groups``: two process groups of all ranks, for all-reduces that run at the same time. ``release`` frees ``weights`` as they are
         stacked. ``tiles``, ``stream_priorities`` (attention, all-reduce) and ``reserved_sms`` (for all-reduces during prefill) override
@@ -77,6 +78,7 @@ class DecodeEngine:
         )
         self.device, self._dtype = self.weights.device, self.weights.dtype
         check_weights(self._dtype, self.device, exact=True)
+        check_kv_cache(kv_cache_dtype, self.device)
         if gemm_backend == "triton" and self._dtype == EXACT_DTYPE:
             raise ValueError(f"the Triton GEMM runs bfloat16 or float16, not {EXACT_DTYPE}: use gemm_backend='cublas'")
         message: dict[str, Any] = {"batch": batch, "hidden": self.sizes.hidden, "dtype": self._dtype, "device": self.device}
@@ -88,15 +90,17 @@ class DecodeEngine:
         self._planned = Wiring.parse("standard", wiring.num_layers) if alone else wiring
         self._groups = groups
         if cache is None:
-            require_memory(self.sizes, self._dtype, self.device, batch=batch, max_context=max_context)
-        elif (cache.batch, cache.max_context) != (batch, max_context):
+            asked: dict[str, Any] = {"batch": batch, "max_context": max_context, "kv_cache_dtype": kv_cache_dtype}
+            require_memory(self.sizes, self._dtype, self.device, **asked)
+        elif (cache.batch, cache.max_context, cache.kind) != (batch, max_context, kv_cache_dtype):
             raise ValueError(
-                f"the cache is for batch {cache.batch} and context {cache.max_context}, not {batch} and {max_context}"
+                f"the cache is for batch {cache.batch}, context {cache.max_context} and kv_cache_dtype {cache.kind}, not {batch}, "
+                f"{max_context} and {kv_cache_dtype}"
             )
         self._pdl = PdlMode(pdl) if is_hopper(self.device) else PdlMode.OFF
         self._tiles, self._priorities, self._reserved_sms = tiles, stream_priorities, reserved_sms
         with torch.cuda.device(self.device):
-            self.cache = cache or KVCache(spec, self.sizes, batch, max_context, self._dtype, self.device)
+            self.cache = cache or KVCache(spec, self.sizes, batch, max_context, self._dtype, self.device, kv_cache_dtype)
             self._reads_before_wait = self._all_ranks(can_edit_edges())
             self._tokens = torch.zeros(batch, dtype=torch.int64, device=self.device)
             self._logits = torch.full((batch, self.sizes.vocab_rows), float("nan"), dtype=self._dtype, device=self.device)

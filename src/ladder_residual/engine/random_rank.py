@@ -12,6 +12,7 @@ from ..core.config import Wiring
 from ..links import Link
 from ..models.presets import ModelShape
 from . import RANDOM_WEIGHTS
+from .checks import check_kv_cache
 from .engine import DecodeEngine
 from .quantized import rounded
 from .spec import EngineSpec, RankSizes
@@ -34,6 +35,7 @@ class RandomRank:
         rank: int = 0,
         groups: tuple[Any, Any] | None = None,
         weights: str = "bf16",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         """``weights``: a name in ``RANDOM_WEIGHTS``; the projections of the layers are rounded to it."""
         shape = shape if layers is None else replace(shape, num_layers=layers)
@@ -42,6 +44,8 @@ class RandomRank:
         self.spec = EngineSpec.from_shape(shape)
         self.sizes = RankSizes.of(shape, tp, rank)
         self.device = torch.device("cuda", torch.cuda.current_device())
+        self.kv_cache_dtype = kv_cache_dtype
+        check_kv_cache(kv_cache_dtype, self.device)
         rounding = RANDOM_WEIGHTS[weights]
         widths = (self.sizes.hidden, self.sizes.heads * self.sizes.head_dim, self.sizes.intermediate)
         if rounding and rounding[1] and (odd := [width for width in widths if width % rounding[1]]):
@@ -62,9 +66,10 @@ class RandomRank:
         ``reducer`` reduces over the ranks of ``groups``."""
         kind = reducer or ("emulated" if self.tp > 1 else "none")
         wired = Wiring.parse(wiring, self.spec.shape.num_layers)
+        options = {"kv_cache_dtype": self.kv_cache_dtype, **options}
         where: dict[str, Any] = {"tp": self.tp, "rank": self.sizes.rank, "reducer": kind, "link": link}
         return DecodeEngine(self.spec, wired, self.weights, **where, groups=self.groups if reducer else None, **options)
 
     def bytes_per_step(self, batch: int, context: int) -> int:
         """What one step must read: the weights once, and every sequence's keys and values."""
-        return self.weights.nbytes_per_step + self.sizes.cache_bytes(DTYPE.itemsize, batch, context)
+        return self.weights.nbytes_per_step + self.sizes.cache_bytes(DTYPE.itemsize, batch, context, self.kv_cache_dtype)

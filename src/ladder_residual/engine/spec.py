@@ -135,5 +135,6 @@ class RankSizes:
         """What the GPU holds of weights: the above, and the embedding unless it is the head."""
         return self.weight_bytes(element) + (0 if tied else element * self.hidden * self.vocab_rows)
 
-    def cache_bytes(self, element: int, batch: int, context: int) -> int:
-        return 2 * element * self.layers * batch * self.kv_heads * context * self.head_dim
+    def cache_bytes(self, element: int, batch: int, context: int, kv_cache_dtype: str = "auto") -> int:
+        a_head = self.head_dim + 2 if kv_cache_dtype == "fp8" else element * self.head_dim  # two bytes of scale
+        return 2 * self.layers * batch * self.kv_heads * context * a_head

@@ -118,12 +118,13 @@ def engine_model(
     max_context: int,
     schedule: str = "auto",
     reducer: str = "auto",
+    kv_cache_dtype: str = "auto",
     link: Link | None = None,
     exact: bool = False,
 ) -> EngineModel:
     """Move a loaded rank's weights into a ``DecodeEngine``; ``model`` is empty afterwards. ValueError if the engine cannot take it.
     With a ``link`` the other ranks are emulated: an all-reduce is a copy that lasts as long as the link says. ``exact`` lets float32 in."""
-    from ..engine.checks import check_request, check_weights, require_memory
+    from ..engine.checks import check_kv_cache, check_request, check_weights, require_memory
     from ..engine.engine import DecodeEngine
 
     if rank.device.type != "cuda":
@@ -135,7 +136,8 @@ def engine_model(
         check_request(spec, wiring, batch=batch, max_context=max_context, schedule=schedule, tp=rank.size, rank=rank.rank)
         check_weights(dtype, next(model.parameters()).device, exact=exact)
         sizes = RankSizes.of(spec.shape, rank.size, rank.rank)
-        require_memory(sizes, dtype, rank.device, batch=batch, max_context=max_context)
+        check_kv_cache(kv_cache_dtype, rank.device)
+        require_memory(sizes, dtype, rank.device, batch=batch, max_context=max_context, kv_cache_dtype=kv_cache_dtype)
         weights = take_weights(model)
         check_weights_stack(spec, sizes, weights)
         return spec, weights
@@ -173,6 +175,7 @@ def engine_model(
             batch=batch,
             max_context=max_context,
             schedule=schedule,
+            kv_cache_dtype=kv_cache_dtype,
             release=True,
         )
     except ValueError as error:  # the caller must not fall back to a model that is empty now

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..common.suggest import did_you_mean
-from ..engine import REAL_REDUCERS
+from ..engine import NO_KV_CACHE_DTYPE, REAL_REDUCERS
 from ..engine.schedule import SCHEDULES
 from ..models.checkpoint_reader import TOKENIZER_CONFIG_BYTES, has_tokenizer, read_json, resolve
 from ..models.preflight import CheckedSource, check_source
@@ -33,6 +33,7 @@ class LoadOptions:
     engine: str = "auto"
     schedule: str = "auto"
     reducer: str = "auto"
+    kv_cache_dtype: str = "auto"
     emulation: Emulation | None = None
 
 
@@ -46,11 +47,15 @@ def check_request(
     limit = found.fields.get("max_position_embeddings")
     check_context(1, sampling.max_new_tokens, limit if isinstance(limit, int) else None)
     where = "cuda"
-    if device == "cuda" or options.engine == "cuda" or options.reducer != "auto" or options.emulation:
+    of_the_engine = (options.reducer, options.kv_cache_dtype) != ("auto", "auto")
+    if device == "cuda" or options.engine == "cuda" or of_the_engine or options.emulation:
         from ..distributed.world import local_device  # torch alone knows whether there is a GPU
 
         where = local_device(device).type
-    check_engine(options.engine, options.schedule, options.reducer, emulated=options.emulation is not None, device=where)
+    check_engine(
+        options.engine, options.schedule, options.reducer, options.kv_cache_dtype, emulated=options.emulation is not None,
+        device=where,
+    )  # fmt: skip
     return found
 
 
@@ -79,7 +84,9 @@ def check_context(prompt: int, new: int, limit: int | None) -> None:
         raise ValueError(f"a prompt of {prompt} tokens and {new} new ones exceed the model's context of {limit}: {fix}")
 
 
-def check_engine(engine: str, schedule: str, reducer: str, *, emulated: bool, device: str) -> None:
+def check_engine(
+    engine: str, schedule: str, reducer: str, kv_cache_dtype: str = "auto", *, emulated: bool, device: str
+) -> None:  # fmt: skip
     """ValueError unless these go together on a ``device`` (``cpu`` or ``cuda``)."""
     if engine not in ENGINES:
         raise ValueError(f"unknown engine {engine!r}{did_you_mean(engine, ENGINES)}; choose auto, cuda or torch")
@@ -97,5 +104,7 @@ def check_engine(engine: str, schedule: str, reducer: str, *, emulated: bool, de
         raise ValueError(
             f"--reducer {reducer} is the CUDA engine's, which needs a GPU: leave it out (NCCL or gloo reduce then)"
         )
+    if kv_cache_dtype != "auto" and (engine == "torch" or device != "cuda"):
+        raise ValueError(NO_KV_CACHE_DTYPE.format(kv_cache_dtype))
     if engine == "cuda" and device != "cuda":
         raise ValueError(f"--engine cuda needs a GPU, this run computes on {device}: use --engine auto or torch")

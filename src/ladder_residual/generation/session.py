@@ -15,6 +15,7 @@ from typing import Any
 
 from ..distributed.link_probe import reducer_for_link
 from ..distributed.world import EmulatedRank, Rank, World
+from ..engine.checks import check_kv_cache
 from ..models.hf_config import wiring_of
 from ..models.loading import load_model
 from .completion import Completion, complete, complete_all, fits
@@ -64,6 +65,7 @@ class Session:
     def load(self, *, batch: int, context: int) -> None:
         """Load the weights, into the CUDA engine (``batch`` sequences of ``context`` tokens) where it can compute them."""
         asked, emulation = self.options, self.emulation
+        check_kv_cache(asked.kv_cache_dtype, self.world.device)
         rank: Rank = EmulatedRank(emulation.tp, device=self.world.device) if emulation else self.world
         all_reduce = reducer_for_link(self.world, small_allreduce=asked.small_allreduce, comm_dtype=asked.comm_dtype)
         model = load_model(
@@ -86,6 +88,7 @@ class Session:
             beams=self.sampling.num_beams,
             schedule=asked.schedule,
             reducer=asked.reducer,
+            kv_cache_dtype=asked.kv_cache_dtype,
             link=emulation.link if emulation else None,
         )
 

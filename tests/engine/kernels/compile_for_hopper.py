@@ -35,6 +35,7 @@ from ladder_residual.models.presets import ModelShape
 
 HOPPER = GPUTarget("cuda", 90, 32)
 KINDS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+KINDS[torch.float8_e4m3fn] = "*fp8e4nv"
 SHAPE = ModelShape(  # a rank of Llama-3-70B at tp=8, two layers of it
     family="llama", hidden_size=8192, intermediate_size=28672, num_layers=2, num_heads=64, num_kv_heads=8, head_dim=128,
     vocab_size=32768,
@@ -91,6 +92,9 @@ def compile_kernel(kernel, args, num_warps, constants, max_registers=None):
         "tensor_cores": "mma" in ptx,
         "spills": "STL" in made.asm["sass"],
         "wide_reads_of_words": "LDG.E.EF.128" in made.asm["sass"],
+        "fp8_cache": "*fp8e4nv" in signature.values(),
+        "fp8_instructions": "e4m3x2" in ptx,
+        "slow_conversions": made.asm["sass"].count("F2F.BF16.F16"),  # a sixteenth of the rate of others
         "copies_ahead": "cp.async" in ptx,
         "copies_before_the_wait": made.asm["ttgir"].partition("griddepcontrol.wait")[0].count("ttg.async_copy_global_to_local"),
     }
@@ -103,8 +107,8 @@ def kind_of(value):
     return "i32" if isinstance(value, int) else "fp32"
 
 
-def compile_step(wiring, batch, ops_of, schedule, reducer=None):
-    cache = KVCache(spec, sizes, batch, 2048, torch.bfloat16, "cpu")
+def compile_step(wiring, batch, ops_of, schedule, reducer=None, kv="auto"):
+    cache = KVCache(spec, sizes, batch, 2048, torch.bfloat16, "cpu", kv)
     ops = ops_of(spec, sizes, weights, cache)
     ops.launchers = [Compiling(), Compiling()]
     ops.embed = lambda tokens, partial: compile_kernel(
@@ -169,12 +173,16 @@ if __name__ == "__main__":
     compile_step("parallel", 4, small_batch[0], "serial")
     for format, group, zero_points in (("fp8", None, False), ("fp8", 128, False), ("int4", 128, False), ("int4", 32, True)):
         compile_quantized(format, group, zero_points)
+    compile_step("ladder", 1, partial(GemvOps, tiles=GemvTiles.candidates(sizes, 2048)[0]), "serial", kv="fp8")
+    compile_step("ladder", 4, small_batch[0], "serial", kv="fp8")
+    compile_step("ladder", 17, GemmOps, "serial", kv="fp8")
     compile_kernel(elementwise.advance_positions, (torch.zeros(4, dtype=torch.int32), 4), 1, {"BLOCK": 4})
     qkv, norm = torch.empty(8, sizes.qkv_width, dtype=torch.bfloat16), torch.empty(sizes.head_dim, dtype=torch.bfloat16)
-    cache = KVCache(spec, sizes, 2, 64, torch.bfloat16, "cpu")
-    arguments = (qkv, qkv, norm, norm, cache.cos, cache.sin, qkv, cache.keys[0], cache.values[0], 4, 64, 1e-5)
     heads = {"HEADS": sizes.heads, "HEADS_PAD": 8, "KV_HEADS": sizes.kv_heads, "KV_PAD": 1, "DIM": 128}
-    compile_kernel(prefill.rotate_and_store, arguments, 4, {**heads, "BIAS": True, "HEAD_NORM": True})
+    for kv, held in (("auto", None), ("fp8", qkv)):
+        cache = KVCache(spec, sizes, 2, 64, torch.bfloat16, "cpu", kv)
+        arguments = (qkv, qkv, norm, norm, cache.cos, cache.sin, qkv, *cache.layer(0), held, held, 4, 64, 1e-5)
+        compile_kernel(prefill.rotate_and_store, arguments, 4, {**heads, "BIAS": True, "HEAD_NORM": True})
     stream, hidden = torch.empty(8, sizes.hidden), torch.empty(8, sizes.hidden, dtype=torch.bfloat16)
     arguments = (stream, hidden, hidden, hidden, stream, hidden, hidden, 1e-5)
     constants = {"K": 8192, "BLOCK_K": 8192, "KEEP_STREAM": True, "NUM_ADDS": 1, "STORE_STREAM": True, "PDL": 0}

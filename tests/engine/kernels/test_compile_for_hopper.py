@@ -49,6 +49,13 @@ def test_every_kernel_of_a_step_compiles_for_hopper(tmp_path) -> None:
         if constants.get("FORMAT"):
             assert made["wide_reads_of_words"], made
             assert not made["spills"], made
+        assert made["fp8_instructions"] == made["fp8_cache"], made
+        if made["fp8_cache"]:
+            assert not made["spills"], made
+            assert not made["slow_conversions"] or made["kernel"] == "rotate_and_store", made
+    fp8_caches = [(made["kernel"], made["constants"].get("SPLIT_K")) for made in compiled if made["fp8_cache"]]
+    assert {name for name, _ in fp8_caches} == {"decode_attention", "rotate_and_store"}
+    assert len(fp8_caches) >= 4, fp8_caches  # one token, a small batch, a large one, prompts
     assert {made["constants"].get("FORMAT") for made in compiled} == {None, 0, 1, 2}
     assert any(made["l2_prefetches"] for made in compiled)
     persistent = [made["constants"] for made in compiled if made["kernel"] == "persistent_norm_gemv"]

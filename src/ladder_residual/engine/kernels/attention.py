@@ -10,7 +10,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import load_heads, wait_for_previous_kernel
+from .common import dequantized, load_heads, store_token, wait_for_previous_kernel
+
+
+@triton.jit
+def _load_tokens(ptrs, scale_ptr, rows, valid):
+    """Keys or values in a tuple; of an fp8 cache with the scale of each row."""
+    held = tl.load(ptrs, mask=valid[:, None], other=0.0)
+    if scale_ptr is None:
+        return (held,)
+    else:
+        return held, tl.load(scale_ptr + rows, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -25,6 +35,8 @@ def decode_attention(
     positions_ptr,  # int32 (B): where the new token goes
     k_cache_ptr,  # (B, KV_HEADS, max_context, DIM)
     v_cache_ptr,
+    k_scale_ptr,  # (B, KV_HEADS, max_context) of an fp8 cache, else None
+    v_scale_ptr,
     out_ptr,  # (B, KV_HEADS * GROUP, KV_SPLITS, DIM)
     lse_ptr,  # float32 (B, KV_HEADS * GROUP, KV_SPLITS)
     max_context,
@@ -53,12 +65,16 @@ def decode_attention(
     end = tl.minimum(begin + chunk, position)
     dims = tl.arange(0, DIM)
     tokens = tl.arange(0, BLOCK_KV)
+    # of what is multiplied: E4M3 becomes float16 in one instruction, for two numbers; bfloat16 would take six, two of them slow
+    as_stored: tl.constexpr = k_scale_ptr is None or out_ptr.dtype.element_ty == tl.float32
+    TYPE: tl.constexpr = out_ptr.dtype.element_ty if as_stored else tl.float16
     cache_row = (b * KV_HEADS + kv_head).to(tl.int64) * max_context
-    k_ptrs = k_cache_ptr + (cache_row + begin + tokens)[:, None] * DIM + dims[None, :]
-    v_ptrs = v_cache_ptr + (cache_row + begin + tokens)[:, None] * DIM + dims[None, :]
+    rows = cache_row + begin + tokens
+    k_ptrs = k_cache_ptr + rows[:, None] * DIM + dims[None, :]
+    v_ptrs = v_cache_ptr + rows[:, None] * DIM + dims[None, :]
     valid = begin + tokens < end
-    k = tl.load(k_ptrs, mask=valid[:, None], other=0.0)
-    v = tl.load(v_ptrs, mask=valid[:, None], other=0.0)
+    k = _load_tokens(k_ptrs, k_scale_ptr, rows, valid)
+    v = _load_tokens(v_ptrs, v_scale_ptr, rows, valid)
     half: tl.constexpr = DIM // 2
     swapped = (dims + half) % DIM
     cos = tl.load(cos_ptr + position * DIM + dims)
@@ -72,7 +88,7 @@ def decode_attention(
                    SPLIT_K, NORMED, BIAS, HEAD_NORM, DIM)  # fmt: skip
     q_swapped = load_heads(qkv_ptr, squares_ptr, bias_ptr, q_norm_ptr, b, width, first, swapped, head_mask, eps, hidden,
                            SPLIT_K, NORMED, BIAS, HEAD_NORM, DIM)  # fmt: skip
-    q = ((q * cos[None, :] + q_swapped * sin[None, :]) * scale).to(k.dtype)
+    q = ((q * cos[None, :] + q_swapped * sin[None, :]) * scale).to(TYPE)
 
     row_max = tl.full([GROUP_PAD], float("-inf"), tl.float32)
     row_sum = tl.zeros([GROUP_PAD], tl.float32)
@@ -80,14 +96,15 @@ def decode_attention(
     for start in range(begin, end, BLOCK_KV):
         ahead = start + BLOCK_KV - begin
         valid_next = start + BLOCK_KV + tokens < end
-        k_next = tl.load(k_ptrs + ahead * DIM, mask=valid_next[:, None], other=0.0)
-        v_next = tl.load(v_ptrs + ahead * DIM, mask=valid_next[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")  # of float32; narrower ones are as they are
+        k_next = _load_tokens(k_ptrs + ahead * DIM, k_scale_ptr, rows + ahead, valid_next)
+        v_next = _load_tokens(v_ptrs + ahead * DIM, v_scale_ptr, rows + ahead, valid_next)
+        # ieee: of float32; narrower ones are as they are
+        scores = tl.dot(q, tl.trans(dequantized(k, q.dtype)), input_precision="ieee")
         scores = tl.where((start + tokens < end)[None, :], scores, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(scores, axis=1))
         p = tl.exp(scores - new_max[:, None])
         alpha = tl.exp(row_max - new_max)
-        acc = acc * alpha[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        acc = acc * alpha[:, None] + tl.dot(p.to(q.dtype), dequantized(v, q.dtype), input_precision="ieee")
         row_sum = row_sum * alpha + tl.sum(p, axis=1)
         row_max = new_max
         k = k_next
@@ -103,16 +120,14 @@ def decode_attention(
                                SPLIT_K, NORMED, BIAS, HEAD_NORM, DIM)  # fmt: skip
         v_new = load_heads(qkv_ptr, squares_ptr, bias_ptr, k_norm_ptr, b, width, v_first, dims, one < 1, eps, hidden,
                            SPLIT_K, NORMED, BIAS, False, DIM)  # fmt: skip
-        k_new = (k_new * cos[None, :] + k_swapped * sin[None, :]).to(k_cache_ptr.dtype.element_ty)
-        v_new = v_new.to(v_cache_ptr.dtype.element_ty)
-        place = (cache_row + position + one)[:, None] * DIM + dims[None, :]
-        tl.store(k_cache_ptr + place, k_new)
-        tl.store(v_cache_ptr + place, v_new)
-        score = tl.sum(q.to(tl.float32) * k_new.to(tl.float32), axis=1)
+        k_new = k_new * cos[None, :] + k_swapped * sin[None, :]
+        k_new = store_token(k_cache_ptr, k_scale_ptr, k_new, cache_row + position + one, one < 1, dims, DIM)
+        v_new = store_token(v_cache_ptr, v_scale_ptr, v_new, cache_row + position + one, one < 1, dims, DIM)
+        score = tl.sum(q.to(tl.float32) * dequantized(k_new, tl.float32), axis=1)
         new_max = tl.maximum(row_max, score)
         alpha = tl.exp(row_max - new_max)
         p_new = tl.exp(score - new_max)
-        acc = acc * alpha[:, None] + p_new[:, None] * v_new.to(tl.float32)
+        acc = acc * alpha[:, None] + p_new[:, None] * dequantized(v_new, tl.float32)
         row_sum = row_sum * alpha + p_new
         row_max = new_max
 

@@ -120,3 +120,29 @@ def load_heads(
         g = tl.load(norm_ptr + cols).to(tl.float32)
         y = y * tl.rsqrt(tl.sum(y * y, axis=1) / DIM + eps)[:, None] * g[None, :]
     return y
+
+
+@triton.jit
+def store_token(cache_ptr, scale_ptr, x, rows, row_mask, dims, DIM: tl.constexpr):
+    """Keys or values (heads, DIM) go into ``rows`` of the cache. Returns what it holds of them (``dequantized``)."""
+    place = rows[:, None] * DIM + dims[None, :]
+    if scale_ptr is None:
+        held = x.to(cache_ptr.dtype.element_ty)
+        tl.store(cache_ptr + place, held, mask=row_mask[:, None])
+        return (held,)
+    else:  # ``cache.to_fp8``
+        top = tl.maximum(tl.max(tl.abs(x), axis=1), 2.0**-100)
+        scale = (top.to(tl.int32, bitcast=True) & 0x7F800000).to(tl.float32, bitcast=True) * 2.0**-7
+        held = (x / scale[:, None]).to(cache_ptr.dtype.element_ty)
+        tl.store(cache_ptr + place, held, mask=row_mask[:, None])
+        tl.store(scale_ptr + rows, scale.to(scale_ptr.dtype.element_ty), mask=row_mask)
+        return held, scale
+
+
+@triton.jit
+def dequantized(held, TYPE: tl.constexpr):
+    """Rows of the cache: numbers alone, or in E4M3 with a power of two for each row, which 16 bits hold exactly."""
+    if len(held) > 1:
+        return held[0].to(TYPE) * held[1].to(TYPE)[:, None]
+    else:
+        return held[0].to(TYPE)

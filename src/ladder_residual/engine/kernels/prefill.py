@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .common import load_heads
+from .common import dequantized, load_heads, store_token
 
 
 @triton.jit
@@ -19,6 +19,10 @@ def rotate_and_store(
     q_ptr,  # (rows, HEADS, DIM)
     k_cache_ptr,  # (B, KV_HEADS, max_context, DIM)
     v_cache_ptr,
+    k_scale_ptr,  # (B, KV_HEADS, max_context) of an fp8 cache, else None; the prompt then attends to
+    v_scale_ptr,
+    k_ptr,  # (rows, KV_HEADS, DIM), what decode steps will read
+    v_ptr,
     length,
     max_context,
     eps,
@@ -58,6 +62,10 @@ def rotate_and_store(
                            1, True, BIAS, HEAD_NORM, DIM)  # fmt: skip
     v = load_heads(qkv_ptr, qkv_ptr, bias_ptr, k_norm_ptr, row, width, first + KV_HEADS * DIM, dims, mask, eps, 1,
                    1, True, BIAS, False, DIM)  # fmt: skip
-    place = ((sequence * KV_HEADS + heads) * max_context + position)[:, None] * DIM + dims[None, :]
-    tl.store(k_cache_ptr + place, (k * cos + k_swapped * sin).to(k_cache_ptr.dtype.element_ty), mask=mask[:, None])
-    tl.store(v_cache_ptr + place, v.to(v_cache_ptr.dtype.element_ty), mask=mask[:, None])
+    rows = (sequence * KV_HEADS + heads) * max_context + position
+    k = store_token(k_cache_ptr, k_scale_ptr, k * cos + k_swapped * sin, rows, mask, dims, DIM)
+    v = store_token(v_cache_ptr, v_scale_ptr, v, rows, mask, dims, DIM)
+    if k_scale_ptr is not None:
+        place = (row * KV_HEADS + heads)[:, None] * DIM + dims[None, :]
+        tl.store(k_ptr + place, dequantized(k, k_ptr.dtype.element_ty), mask=mask[:, None])
+        tl.store(v_ptr + place, dequantized(v, v_ptr.dtype.element_ty), mask=mask[:, None])

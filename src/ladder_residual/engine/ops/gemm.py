@@ -95,8 +95,8 @@ class GemmOps:
         launch(
             self._attention.decode_attention, (cache.batch, s.kv_heads, splits),
             self._qkv, none, none if w.qkv_bias is None else w.qkv_bias, none if w.q_norm is None else w.q_norm,
-            none if w.k_norm is None else w.k_norm, cache.cos, cache.sin, cache.positions, cache.keys[step.layer],
-            cache.values[step.layer], self._split, self._lse, cache.max_context, s.head_dim**-0.5, self.spec.norm_eps, s.hidden,
+            none if w.k_norm is None else w.k_norm, cache.cos, cache.sin, cache.positions, *cache.layer(step.layer),
+            self._split, self._lse, cache.max_context, s.head_dim**-0.5, self.spec.norm_eps, s.hidden,
             KV_HEADS=s.kv_heads, GROUP=s.group, GROUP_PAD=max(16, next_power_of_2(s.group)), DIM=s.head_dim, BLOCK_KV=64,
             KV_SPLITS=splits, SPLIT_K=self.split_k, NORMED=True, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None,
             num_warps=4,

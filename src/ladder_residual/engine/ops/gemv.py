@@ -67,8 +67,8 @@ class GemvOps:
         launch(
             self._attention.decode_attention, (1, s.kv_heads, t.kv_splits),
             self._qkv, self._squares, none if w.qkv_bias is None else w.qkv_bias, none if w.q_norm is None else w.q_norm,
-            none if w.k_norm is None else w.k_norm, cache.cos, cache.sin, cache.positions, cache.keys[step.layer],
-            cache.values[step.layer], self._split, self._lse, cache.max_context, s.head_dim**-0.5, self.spec.norm_eps, s.hidden,
+            none if w.k_norm is None else w.k_norm, cache.cos, cache.sin, cache.positions, *cache.layer(step.layer),
+            self._split, self._lse, cache.max_context, s.head_dim**-0.5, self.spec.norm_eps, s.hidden,
             KV_HEADS=s.kv_heads, GROUP=s.group, GROUP_PAD=max(16, next_power_of_2(s.group)), DIM=s.head_dim, BLOCK_KV=t.block_kv,
             KV_SPLITS=t.kv_splits, SPLIT_K=t.split_k, NORMED=False, BIAS=w.qkv_bias is not None, HEAD_NORM=w.q_norm is not None,
             num_warps=t.attention_warps,

@@ -9,6 +9,7 @@ Prompts are padded on the right: under a causal mask a pad never changes an earl
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,7 +23,7 @@ from ..residual_stream import ResidualStream
 from ..rope import rotate
 from ..schedule import Step
 from ..spec import EngineSpec, RankSizes
-from ..weights import LayerWeights, RankWeights
+from ..weights import RankWeights
 from .gemm import add_rms_norm, add_to_partial, silu_and_mul
 from .tiles import next_power_of_2
 
@@ -48,9 +49,7 @@ class PrefillOps:
         self._made["qkv"] = F.linear(self._add_norm(step, stream, added, w.input_norm), self._dense(w.qkv))
 
     def attend(self, step: Step, launch: Launcher) -> None:
-        keys, values = self.cache.keys[step.layer], self.cache.values[step.layer]
-        q = self._rotate_and_store(self._made.pop("qkv"), self.weights.layers[step.layer], keys, values)
-        k, v = keys[:, :, : self.length], values[:, :, : self.length]
+        q, k, v = self._rotate_and_store(self._made.pop("qkv"), step.layer)
         self._made["attended"] = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.sizes.group > 1)
 
     def out_proj(self, step: Step, launch: Launcher, stream: ResidualStream, partial: Tensor) -> None:
@@ -75,9 +74,9 @@ class PrefillOps:
     def _dense(self, weight: Weight) -> Tensor:
         return weight if isinstance(weight, Tensor) else weight.float().to(self.weights.dtype)
 
-    def _rotate_and_store(self, qkv: Tensor, w: LayerWeights, keys: Tensor, values: Tensor) -> Tensor:
-        """Queries (B, heads, S, D), rotated; the keys and values go into the cache."""
-        s, cache, length = self.sizes, self.cache, self.length
+    def _rotate_and_store(self, qkv: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries (B, heads, S, D), rotated, and the keys and values as the cache holds them now."""
+        s, cache, length, w = self.sizes, self.cache, self.length, self.weights.layers[layer]
         if w.qkv_bias is not None:
             qkv = qkv + w.qkv_bias
         heads = qkv.view(cache.batch, length, -1, s.head_dim).transpose(1, 2)
@@ -85,9 +84,8 @@ class PrefillOps:
         if w.q_norm is not None and w.k_norm is not None:
             q, k = self._rms(q.float(), w.q_norm), self._rms(k.float(), w.k_norm)
         cos, sin = cache.cos[:length], cache.sin[:length]
-        keys[:, :, :length] = rotate(k.float(), cos, sin).to(v.dtype)
-        values[:, :, :length] = v
-        return rotate(q.float(), cos, sin).to(v.dtype)
+        k, v = cache.store(layer, rotate(k.float(), cos, sin).to(v.dtype), v)
+        return rotate(q.float(), cos, sin).to(v.dtype), k, v
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
@@ -126,18 +124,21 @@ class FusedPrefillOps(PrefillOps):
     def _dense(self, weight: Weight) -> Tensor:
         return dense(weight, self.weights.dtype)
 
-    def _rotate_and_store(self, qkv: Tensor, w: LayerWeights, keys: Tensor, values: Tensor) -> Tensor:
-        s, cache = self.sizes, self.cache
+    def _rotate_and_store(self, qkv: Tensor, layer: int) -> tuple[Tensor, Tensor, Tensor]:
+        s, cache, w = self.sizes, self.cache, self.weights.layers[layer]
+        held: Any = qkv.new_empty(2, cache.batch, self.length, s.kv_heads, s.head_dim) if cache.scales else (None, None)
         # laid out as attention's output will be, so that this needs no copy either
         q = qkv.new_empty(cache.batch, self.length, s.heads, s.head_dim)
         self._kernels.rotate_and_store[(qkv.shape[0],)](
             qkv, *(qkv if extra is None else extra for extra in (w.qkv_bias, w.q_norm, w.k_norm)), cache.cos, cache.sin,
-            q, keys, values, self.length, cache.max_context, self.spec.norm_eps,
+            q, *cache.layer(layer), *held, self.length, cache.max_context, self.spec.norm_eps,
             HEADS=s.heads, HEADS_PAD=next_power_of_2(s.heads), KV_HEADS=s.kv_heads,
             KV_PAD=next_power_of_2(s.kv_heads), DIM=s.head_dim, BIAS=w.qkv_bias is not None,
             HEAD_NORM=w.q_norm is not None, num_warps=4,
         )  # fmt: skip
-        return q.transpose(1, 2)
+        if cache.scales:
+            return q.transpose(1, 2), *held.transpose(2, 3)
+        return q.transpose(1, 2), cache.keys[layer, :, :, : self.length], cache.values[layer, :, :, : self.length]
 
     def _gated(self, gate_up: Tensor) -> Tensor:
         out = gate_up.new_empty(gate_up.shape[0], gate_up.shape[1] // 2)
