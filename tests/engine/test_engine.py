@@ -76,6 +76,26 @@ def test_prompts_and_steps_by_the_fastest_schedule(
         assert torch.equal(decoder.argmax(logits), expected.argmax(-1))
 
 
+def test_prompts_and_steps_with_an_fp8_cache(simulated_gpu):
+    spec, _, weights = tiny_rank(SHAPE)
+    wired, asked = (
+        Wiring.parse("ladder", SHAPE.num_layers),
+        dict(batch=2, max_context=8, schedule="serial", gemm_backend="cublas"),
+    )
+    decoder = DecodeEngine(spec, wired, weights, **asked, kv_cache_dtype="fp8")
+    tokens = random_tokens(SHAPE, 2, 7)
+    reference = ReferenceDecoder(spec, wired, [weights], tp=1, fp8_cache=True)
+    for _ in range(2):  # a second prompt takes the place of the first
+        reference.caches, reference.length = [[None] * SHAPE.num_layers], 0
+        for found, new in ((decoder.prefill, tokens[:, :5]), (decoder.decode, tokens[:, 5]), (decoder.decode, tokens[:, 6])):
+            logits, expected = found(new), reference.forward(new.view(2, -1))[:, -1]
+            assert (logits - expected).norm() / expected.norm() < 1e-3
+        decoder.reset(4, random_context=True)
+        assert decoder.decode(tokens[:, 5]).isfinite().all()
+    with pytest.raises(ValueError, match="context 8 and kv_cache_dtype fp8, not 2, 8 and auto"):
+        DecodeEngine(spec, wired, weights, **asked, cache=decoder.cache)
+
+
 def agreements(world):
     decoder = object.__new__(DecodeEngine)  # of an engine only its group
     decoder.sizes, decoder.device, decoder._groups = SimpleNamespace(tp=2), world.device, (world.group, world.group)
