@@ -4,23 +4,23 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from ..bench.checks import PHASES, check_repeats, warnings_of
+from ..bench.checks import PHASES, check_name, check_repeats, warnings_of
 from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks
-from ..engine import NO_KV_CACHE_DTYPE, RANDOM_WEIGHTS
+from ..engine import RANDOM_WEIGHTS
 from ..links import parse_link
 from ..models.preflight import check_model
 from .options import (
     Device,
     Dtype,
-    KVCacheDtype,
     Layers,
     Links,
     MeasuredRanks,
@@ -30,6 +30,7 @@ from .options import (
     ShareGpu,
     Wirings,
     at_least_one,
+    expanded,
     one_of,
     split_links,
     split_wirings,
@@ -38,7 +39,7 @@ from .options import (
 
 app = typer.Typer(help="Measure. In a file or pipe the last line is the whole result as JSON.", no_args_is_help=True)
 
-Batches = Annotated[str, typer.Option(help="Comma-separated.")]
+Batches = Annotated[str, typer.Option(help="Sequences decoded together, several sizes with commas between.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of the prompt.")]
 New = Annotated[int, typer.Option(help="Tokens generated.")]
 WhichRanks = Annotated[
@@ -52,6 +53,21 @@ WhichRanks = Annotated[
 ]
 Reducers = Annotated[str, typer.Option(help="Of real ranks on GPUs, comma-separated: symm (symmetric memory), nccl.")]
 JsonAlone = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cases:
+    """What decode, prefill and e2e have in common."""
+
+    model: Shape = "llama-3-70b"
+    layers: Layers = None
+    tp: MeasuredRanks = 8
+    batch: Batches = "1"
+    ranks: WhichRanks = "auto"
+    reducers: Reducers = "symm,nccl"
+    share_gpu: ShareGpu = False
+    device: Device = "auto"
+    as_json: JsonAlone = False
 
 
 @app.command("overlap")
@@ -89,11 +105,10 @@ def bench_overlap(
 
 
 @app.command("decode")
+@expanded
 def bench_decode(
-    model: Shape = "llama-3-70b",
-    layers: Layers = None,
-    tp: MeasuredRanks = 8,
-    batch: Batches = "1",
+    cases: Cases,
+    *,
     prompt: Prompt = 1024,
     new: New = 512,
     context: Annotated[
@@ -106,80 +121,51 @@ def bench_decode(
         str, typer.Option(help="GEMMs of batches 2 to 16 in the CUDA engine: cublas, triton or auto (the faster, measured).")
     ] = "auto",
     weights: Annotated[
-        str, typer.Option(help="Random weights of the layers in the CUDA engine.", **one_of(*RANDOM_WEIGHTS))
+        str,
+        typer.Option(
+            help=f"Format of the random weights in the CUDA engine: {', '.join(RANDOM_WEIGHTS)}.", **one_of(*RANDOM_WEIGHTS)
+        ),
     ] = "bf16",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    ranks: WhichRanks = "auto",
-    reducers: Reducers = "symm,nccl",
-    share_gpu: ShareGpu = False,
     repeats: Repeats = 40,
-    device: Device = "auto",
-    as_json: JsonAlone = False,
 ) -> None:
     """Decode steps. On GPUs: the CUDA engine on real ranks, or rank 0 of TP alone (emulated). On CPUs: real ranks."""
     context = context or prompt + new // 2
     at_least_one(context=context)
     engine = {"context": context, "schedule": schedule, "gemm_backend": gemm_backend, "weights": weights}
-    engine |= _kv_cache(kv_cache_dtype, device)
-    if (schedule, gemm_backend, weights) != ("auto", "auto", "bf16") and not _on_gpu(device):
+    if (schedule, gemm_backend, weights) != ("auto", "auto", "bf16") and not _on_gpu(cases.device):
         raise ValueError("--schedule, --gemm-backend and --weights are the CUDA engine's: ranks on CPUs have none of them")
-    _measure(
-        "decode", on_gpu=engine, on_cpu={"prompt": context}, model=model, layers=layers, wirings=wirings, repeats=repeats,
-        tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,
-    )  # fmt: skip
+    _measure("decode", cases, wirings, links, repeats, on_gpu=engine, on_cpu={"prompt": context})
 
 
 @app.command("prefill")
+@expanded
 def bench_prefill(
-    model: Shape = "llama-3-70b",
-    layers: Layers = None,
-    tp: MeasuredRanks = 8,
-    batch: Batches = "1",
+    cases: Cases,
+    *,
     prompt: Prompt = 1024,
     wirings: Wirings = "standard,ladder",
     links: Links = "none;500us",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    ranks: WhichRanks = "auto",
-    reducers: Reducers = "symm,nccl",
-    share_gpu: ShareGpu = False,
     repeats: Repeats = 5,
-    device: Device = "auto",
-    as_json: JsonAlone = False,
 ) -> None:
     """Time to the first token. On GPUs: the CUDA engine on real ranks, or rank 0 of TP alone (emulated). On CPUs: real ranks."""
     sizes = {"prompt": prompt}
-    on_gpu = sizes | _kv_cache(kv_cache_dtype, device)
-    _measure(
-        "prefill", on_gpu=on_gpu, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
-        tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,
-    )  # fmt: skip
+    _measure("prefill", cases, wirings, links, repeats, on_gpu=sizes, on_cpu=sizes)
 
 
 @app.command("e2e")
+@expanded
 def bench_e2e(
-    model: Shape = "llama-3-70b",
-    layers: Layers = None,
-    tp: MeasuredRanks = 8,
-    batch: Batches = "1",
+    cases: Cases,
+    *,
     prompt: Prompt = 1024,
     new: New = 512,
     wirings: Wirings = "standard,ladder",
     links: Links = "24us",
-    kv_cache_dtype: KVCacheDtype = "auto",
-    ranks: WhichRanks = "auto",
-    reducers: Reducers = "symm,nccl",
-    share_gpu: ShareGpu = False,
     repeats: Repeats = 5,
-    device: Device = "auto",
-    as_json: JsonAlone = False,
 ) -> None:
     """Prompt to last token, the paper's measure. On GPUs: real ranks, or rank 0 of TP. On CPUs: real ranks."""
     sizes = {"prompt": prompt, "new": new}
-    on_gpu = sizes | _kv_cache(kv_cache_dtype, device)
-    _measure(
-        "e2e", on_gpu=on_gpu, on_cpu=sizes, model=model, layers=layers, wirings=wirings, repeats=repeats,
-        tp=tp, batch=batch, links=links, device=device, as_json=as_json, ranks=ranks, reducers=reducers, share_gpu=share_gpu,
-    )  # fmt: skip
+    _measure("e2e", cases, wirings, links, repeats, on_gpu=sizes, on_cpu=sizes)
 
 
 @app.command("train")
@@ -191,7 +177,7 @@ def bench_train(
     batch: Annotated[int, typer.Option(help="Rows of a step.")] = 1,
     sequence: Annotated[int, typer.Option(help="Tokens of a row.")] = 256,
     vocabulary: Annotated[
-        int | None, typer.Option(help="Another vocabulary than the shape's: the head costs the same under every wiring.")
+        int | None, typer.Option(help="Size of the vocabulary, if not the shape's: the head costs the same under every wiring.")
     ] = None,
     wirings: Wirings = "standard,ladder",
     links: Annotated[
@@ -239,11 +225,10 @@ def bench_calibrate(
     device: Device = "auto",
 ) -> None:
     """Measure this host and write it as a device and a link of `ladder plan`."""
-    from ..bench.calibrate import calibrate, check_name
-
     check_name(name)
     check_can_write(out)
     on_ranks(tp)
+    from ..bench.calibrate import calibrate
     from ..distributed.world import distributed
 
     with distributed(device) as world:
@@ -289,8 +274,6 @@ def bench_link(tp: MeasuredRanks = 2, device: Device = "cpu") -> None:
 
 
 def _on_gpu(device: str) -> bool:
-    if device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"unknown device {device!r}; choose auto, cpu or cuda")
     if device == "cpu":
         return False
     import torch
@@ -302,51 +285,45 @@ def _on_gpu(device: str) -> bool:
     return torch.cuda.is_available()
 
 
-def _kv_cache(kv_cache_dtype: str, device: str) -> dict[str, Any]:
-    if kv_cache_dtype != "auto" and not _on_gpu(device):
-        raise ValueError(NO_KV_CACHE_DTYPE.format(kv_cache_dtype))
-    return {"kv_cache_dtype": kv_cache_dtype}
-
-
 def _measure(
-    phase: str, *, on_gpu: dict[str, Any], on_cpu: dict[str, Any], model: str, layers: int | None, wirings: str, repeats: int,
-    tp: int | None, batch: str, links: str, device: str, as_json: bool, ranks: str, reducers: str, share_gpu: bool,
-) -> None:  # fmt: skip
+    phase: str, cases: Cases, wirings: str, links: str, repeats: int, *, on_gpu: dict[str, Any], on_cpu: dict[str, Any]
+) -> None:
     """One phase: real ranks on GPUs, rank 0 of ``tp`` on a GPU, or real ranks on CPUs."""
-    batches = whole_numbers(batch, "batch")
-    asked: dict[str, Any] = {"layers": layers, "wirings": split_wirings(wirings), "repeats": repeats}
-    at_least_one(layers=layers, repeats=repeats, **on_cpu)
-    for link in split_links(links):
+    batches = whole_numbers(cases.batch, "batch")
+    asked: dict[str, Any] = {"layers": cases.layers, "wirings": split_wirings(wirings), "repeats": repeats}
+    at_least_one(layers=cases.layers, repeats=repeats, **on_cpu)
+    named = split_links(links)
+    for link in named:
         _check_link(link)
-    shared_gpu.share_gpu(share_gpu)
-    real = ranks == "real" or (ranks == "auto" and (shared_gpu.is_shared() or launched() > 1))
-    if real and _on_gpu(device):
-        names = [name.strip() for name in reducers.split(",")]
-        on_ranks(tp)
+    shared_gpu.share_gpu(cases.share_gpu)
+    real = cases.ranks == "real" or (cases.ranks == "auto" and (shared_gpu.is_shared() or launched() > 1))
+    if real and _on_gpu(cases.device):
+        names = [name.strip() for name in cases.reducers.split(",")]
+        on_ranks(cases.tp)
         from ..bench.real_ranks import bench_ranks
         from ..distributed.world import distributed
 
         with distributed("cuda") as world:
-            result = bench_ranks(phase, world, model=model, batches=batches, reducers=names, **asked, **on_gpu)
-            _print_result(result if world.is_main else None, as_json)
+            result = bench_ranks(phase, world, model=cases.model, batches=batches, reducers=names, **asked, **on_gpu)
+            _print_result(result if world.is_main else None, cases.as_json)
         return
-    if _on_gpu(device):
+    if _on_gpu(cases.device):
         from ..bench import engine
 
         run: Any = {"decode": engine.bench_decode, "prefill": engine.bench_prefill, "e2e": engine.bench_e2e}[phase]
-        _print_result(run(model=model, tp=tp or 1, batches=batches, links=split_links(links), **asked, **on_gpu), as_json)
+        _print_result(run(model=cases.model, tp=cases.tp or 1, batches=batches, links=named, **asked, **on_gpu), cases.as_json)
         return
-    latencies = [_latency(link) for link in split_links(links)]
-    if tp == 1:
+    latencies = [_latency(link) for link in named]
+    if cases.tp == 1:
         raise ValueError(f"bench {phase} on CPUs measures how all-reduces are hidden: use --tp 2 or more")
-    check_model(model, layers=layers, wirings=asked["wirings"], tp=tp)
-    on_ranks(tp)
+    check_model(cases.model, layers=cases.layers, wirings=asked["wirings"], tp=cases.tp)
+    on_ranks(cases.tp)
     from ..bench.overlap import run_cases
     from ..distributed.world import distributed
 
     with distributed("cpu") as world:
-        result = run_cases(world, source=model, phase=phase, batches=batches, latencies=latencies, **asked, **on_cpu)
-        _print_result(result if world.is_main else None, as_json)
+        result = run_cases(world, source=cases.model, phase=phase, batches=batches, latencies=latencies, **asked, **on_cpu)
+        _print_result(result if world.is_main else None, cases.as_json)
 
 
 def _check_link(link: str) -> None:

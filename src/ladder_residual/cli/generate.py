@@ -14,36 +14,13 @@ from ..common.fields import fields_from
 from ..common.terminal import show
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks, speaks_first
-from .options import (
-    AllowNonfinite,
-    CommDtype,
-    Device,
-    Dtype,
-    Engine,
-    EngineReducer,
-    KVCacheDtype,
-    MaxTokens,
-    MinP,
-    Ranks,
-    RepetitionPenalty,
-    Schedule,
-    Seed,
-    ShareGpu,
-    SmallAllreduce,
-    Source,
-    Stop,
-    Temperature,
-    Timeout,
-    TopK,
-    TopP,
-    Uneven,
-    Wiring,
-    at_least_one,
-)
+from .options import CommDtype, GenerationOptions, MaxTokens, SmallAllreduce, Source, at_least_one, expanded
 
 
+@expanded
 def generate(
     source: Source,
+    *,
     prompt: Annotated[
         str | None, typer.Option("--prompt", "-p", help="The text to go on from, or to answer; '-' reads standard input.")
     ] = None,
@@ -57,36 +34,18 @@ def generate(
         bool,
         typer.Option("--raw", "--no-chat-template", help="Take --prompt as it is, also where the model has a chat template."),
     ] = False,
-    tp: Ranks = None,
-    share_gpu: ShareGpu = False,
-    wiring: Wiring = None,
     max_new_tokens: MaxTokens = 128,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    repetition_penalty: RepetitionPenalty = None,
-    stop: Stop = None,
-    seed: Seed = None,
     num_beams: Annotated[int, typer.Option(help="Beams of a beam search; 1 is none.")] = 1,
     batch_size: Annotated[int, typer.Option(help="Prompts of --file per batch.")] = 8,
-    engine: Engine = "auto",
-    schedule: Schedule = "auto",
-    reducer: EngineReducer = "auto",
-    kv_cache_dtype: KVCacheDtype = "auto",
     emulate: Annotated[
         str | None,
         typer.Option(
             help="Compute as rank 0 of ranks that do not exist, to measure speed: tp=8,link=h200-nccl or tp=8,link=24us."
         ),
     ] = None,
-    device: Device = "auto",
-    dtype: Dtype = "auto",
-    uneven: Uneven = False,
-    allow_nonfinite: AllowNonfinite = False,
     comm_dtype: CommDtype = "same",
     small_allreduce: SmallAllreduce = "fixed",
-    timeout: Timeout = 120.0,
+    options: GenerationOptions,
 ) -> None:
     """Generate text from a prompt (streamed) or from a file of prompts."""
     from ..common.line_writer import LineWriter, silent
@@ -105,20 +64,21 @@ def generate(
         raise ValueError("--out takes the completions of --file; a single --prompt goes to standard output")
     if out is not None and file is not None and out.resolve() == file.resolve():
         raise ValueError(f"--out and --file are the same file ({out}): the prompts would be overwritten")
+    tp = options.tp
     at_least_one(tp=tp, batch_size=batch_size)
-    shared_gpu.share_gpu(share_gpu)
+    shared_gpu.share_gpu(options.share_gpu)
     emulation = parse_emulation(emulate) if emulate is not None else None
     if emulation and tp is not None:
         raise ValueError(f"--emulate {emulate} brings its own tp: leave out --tp {tp}")
     if prompt == "-" and (tp or 1) > 1:
         raise ValueError("--prompt - reads standard input, which only one process has: use --file, or leave out --tp")
-    sampling = fields_from(Sampling, locals())
-    options = fields_from(LoadOptions, locals())
+    given = vars(options) | locals()
+    sampling, loading = fields_from(Sampling, given), fields_from(LoadOptions, given)
     asked: Any = parse_prompts(file) if file is not None else [sys.stdin.read() if prompt == "-" else str(prompt)]
     first = speaks_first()
     if first:
         ranks = tp or launched()
-        found = check_request(source, sampling, options, tp=ranks, device=device)
+        found = check_request(source, sampling, loading, tp=ranks, device=options.device)
         if out is not None:
             check_new(out, resume=resume, overwrite=overwrite)
         where = f"{ranks} ranks" if ranks > 1 else "one process"
@@ -128,8 +88,8 @@ def generate(
         from ..distributed.world import distributed
         from ..generation.session import Session
 
-        with distributed(device, timeout) as world:
-            session = Session(source, world, sampling, options)
+        with distributed(options.device, options.timeout) as world:
+            session = Session(source, world, sampling, loading)
             prompts, are_chats = as_text(asked, session.tokenizer, template=file is None and not raw)
             done = world.broadcast(kept_completions(out, prompts) if resume and out is not None and world.is_main else 0)
             if done == len(prompts):

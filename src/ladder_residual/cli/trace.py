@@ -8,27 +8,16 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import on_ranks
-from .options import Device, Dtype, Json, MeasuredRanks, ShareGpu, Wirings, split_wirings
+from .options import Device, Dtype, Json, MeasuredRanks, RunByDefault, ShareGpu, Wirings, split_wirings
 from .plan import HardwareFiles
 
-
-class _RecordByDefault(TyperGroup):
-    """``ladder trace --tp 2`` means ``ladder trace run --tp 2``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0].startswith("-") and args[0] not in ctx.help_option_names:
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
-
 app = typer.Typer(
-    cls=_RecordByDefault,
+    cls=RunByDefault,
     help="Timelines: Chrome/Perfetto JSON and one SVG picture. Options without a command record a run.",
     add_completion=False,
     no_args_is_help=True,

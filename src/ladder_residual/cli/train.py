@@ -8,23 +8,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
 
 from ..distributed import shared_gpu
-from .options import Json, ShareGpu
-
-
-class _RecipeFirst(TyperGroup):
-    """``ladder train recipe.toml`` is ``ladder train run recipe.toml``."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        if args and args[0] not in self.commands and args[0] != "--help":
-            args = ["run", *args]
-        return super().parse_args(ctx, args)
-
+from .options import Json, RunByDefault, ShareGpu
 
 app = typer.Typer(
-    cls=_RecipeFirst,
+    cls=RunByDefault,
     help="Train from scratch as a recipe says (ladder train RECIPE.toml), or export what was trained.",
     no_args_is_help=True,
     add_completion=False,
