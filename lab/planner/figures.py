@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import log2
 from typing import Any
 
 from lab.planner.points import Point, emulated_points, paper_points
@@ -12,6 +13,7 @@ from ladder_residual.plan.planner import TWO_STREAM, Case, hybrid_curve, make_ca
 from ladder_residual.report.figures import quality_chart, step_chart
 
 SETTING = {"device": "h100", "prompt": 1024, "new": 512}
+BATCHES, RANKS = (1, 2, 4, 8, 16, 32, 64), (2, 4, 8)
 
 
 def reference_case(model: str = "llama-3-70b", tp: int = 8, link: str = "nccl", batch: int = 1, **more: Any) -> Case:
@@ -35,25 +37,27 @@ def by_batch() -> list[Chart]:
     for link, name in (("nccl", "NVLink, NCCL"), ("nccl-no-p2p", "P2P off")):
         series = []
         for colour, wiring in enumerate(("ladder", "parallel", "no-comm")):
-            cases = [reference_case(batch=batch, link=link, engine_name="paper") for batch in (1, 2, 4, 8, 16, 32, 64)]
-            series.append(Series(f"{wiring}, planned", [(c.batch, _gain(c, wiring)) for c in cases], PLANNED, colour))
-            dots = [(p.batch, p.measured) for p in _paper("70B table", link, wiring)]
+            cases = [reference_case(batch=batch, link=link, engine_name="paper") for batch in BATCHES]
+            series.append(Series(f"{wiring}, planned", [(log2(c.batch), _gain(c, wiring)) for c in cases], PLANNED, colour))
+            dots = [(log2(p.batch), p.measured) for p in _paper("70B table", link, wiring)]
             if dots:
                 series.append(Series(f"{wiring}, paper", dots, PAPER, colour))
         title = f"Llama-3-70B, 8x H100, {name}"
-        charts.append(Chart(f"batch-{link}", title, "batch", "speed-up over standard", series, log_x=True))
+        ticks = [(log2(batch), str(batch)) for batch in BATCHES]
+        charts.append(Chart(f"batch-{link}", title, "batch", "speed-up over standard", series, ticks=ticks))
     return charts
 
 
 def by_ranks() -> Chart:
     series = []
     for colour, wiring in enumerate(("ladder", "parallel", "no-comm")):
-        cases = [reference_case(tp=tp, engine_name="paper") for tp in (2, 4, 8)]
-        series.append(Series(f"{wiring}, planned", [(c.tp, _gain(c, wiring)) for c in cases], PLANNED, colour))
-        dots = [(p.tp, p.measured) for p in _paper("70B TP2", "nccl", wiring)]
-        dots += [(p.tp, p.measured) for p in _paper("70B table", "nccl", wiring) if p.batch == 1]
+        cases = [reference_case(tp=tp, engine_name="paper") for tp in RANKS]
+        series.append(Series(f"{wiring}, planned", [(log2(c.tp), _gain(c, wiring)) for c in cases], PLANNED, colour))
+        dots = [(log2(p.tp), p.measured) for p in _paper("70B TP2", "nccl", wiring)]
+        dots += [(log2(p.tp), p.measured) for p in _paper("70B table", "nccl", wiring) if p.batch == 1]
         series.append(Series(f"{wiring}, paper", dots, PAPER, colour))
-    return Chart("ranks", "Llama-3-70B, NVLink, batch 1", "tensor-parallel ranks", "speed-up over standard", series, log_x=True)
+    title, ticks = "Llama-3-70B, NVLink, batch 1", [(log2(tp), str(tp)) for tp in RANKS]
+    return Chart("ranks", title, "tensor-parallel ranks", "speed-up over standard", series, ticks=ticks)
 
 
 def by_link() -> Chart:

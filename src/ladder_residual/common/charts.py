@@ -16,6 +16,7 @@ LIGHT = ("#2f6feb", "#c2410c", "#1f9d8a", "#8250df", "#9a6700", "#57606a")
 DARK = ("#6ea8ff", "#ff9b5e", "#4fd1bd", "#c29bff", "#e3b341", "#afb8c1")
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 340, 52, 14, 34, 46
 INSET = 10  # room for dots at the ends of the x axis
+Frame = tuple[float, float, float, float]  # the least and the largest x, the least and the largest y
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,6 @@ class Chart:
     x_label: str
     y_label: str
     series: Sequence[Series]
-    log_x: bool = False
     ticks: Sequence[tuple[float, str]] = ()  # names instead of numbers on the x axis
     note: str = ""
 
@@ -51,10 +51,8 @@ def style() -> str:
     )
 
 
-def _place(chart: Chart, x: float, y: float, frame: tuple[float, float, float, float]) -> tuple[float, float]:
+def _place(x: float, y: float, frame: Frame) -> tuple[float, float]:
     low_x, high_x, low_y, high_y = frame
-    if chart.log_x:
-        x, low_x, high_x = math.log(x), math.log(low_x), math.log(high_x)
     across = (x - low_x) / (high_x - low_x) if high_x > low_x else 0.5
     up = (y - low_y) / (high_y - low_y)
     left, right = LEFT + INSET, WIDTH - RIGHT - INSET
@@ -76,14 +74,12 @@ def nice_ticks(low: float, high: float) -> list[float]:
     return [round(step * (first + i), 10) for i in range(math.ceil(high / step) - first + 1)]
 
 
-def _frame(chart: Chart) -> tuple[tuple[float, float, float, float], list[float]]:
+def _frame(chart: Chart) -> tuple[Frame, list[float]]:
     points = [point for series in chart.series for point in series.points]
     if not points:
         raise ValueError(f"chart {chart.key} has no points")
     if not all(math.isfinite(number) for point in points for number in point):
         raise ValueError(f"chart {chart.key} has a point that is NaN or infinite")
-    if chart.log_x and min(x for x, _ in points) <= 0:
-        raise ValueError(f"chart {chart.key} has a point at or below 0 on its logarithmic axis")
     y_ticks = nice_ticks(min(y for _, y in points), max(y for _, y in points))
     if len(y_ticks) == 1:
         y_ticks = [y_ticks[0] - 1, y_ticks[0] + 1]
@@ -98,13 +94,14 @@ def chart_svg(chart: Chart, *, standalone: bool = True) -> str:
     height = HEIGHT + 18 * legend_rows + 6
     parts = [f'<text class="chart-ink" x="{LEFT}" y="18" font-size="14" font-weight="600">{escape(chart.title)}</text>']
     for tick in y_ticks:
-        _, y = _place(chart, frame[0], tick, frame)
+        _, y = _place(frame[0], tick, frame)
         parts.append(f'<line class="chart-grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
         parts.append(
             f'<text class="chart-soft" x="{LEFT - 7}" y="{y + 4:.1f}" font-size="11" text-anchor="end">{tick:g}</text>'
         )
-    for value, text in chart.ticks or _number_ticks(chart, frame):
-        x, _ = _place(chart, value, frame[2], frame)
+    numbers = [(tick, f"{tick:g}") for tick in nice_ticks(frame[0], frame[1]) if frame[0] <= tick <= frame[1]]
+    for value, text in chart.ticks or numbers:
+        x, _ = _place(value, frame[2], frame)
         anchor = "end" if x > WIDTH - RIGHT - 12 and len(text) > 4 else "start" if x < LEFT + 12 and len(text) > 4 else "middle"
         at = HEIGHT - BOTTOM + 16
         parts.append(
@@ -117,8 +114,7 @@ def chart_svg(chart: Chart, *, standalone: bool = True) -> str:
         f'<text class="chart-soft" x="12" y="{HEIGHT / 2}" font-size="12" text-anchor="middle" '
         f'transform="rotate(-90 12 {HEIGHT / 2})">{escape(chart.y_label)}</text>'
     )
-    for series in chart.series:
-        parts.append(_series_svg(chart, series, frame))
+    parts += [_series_svg(series, frame) for series in chart.series]
     for index, series in enumerate(chart.series):
         parts.append(_legend_entry(series, LEFT + (index % columns) * 250, HEIGHT + 8 + 18 * (index // columns)))
     css = f"<style>{style()}</style>" if standalone else ""
@@ -130,16 +126,8 @@ def chart_svg(chart: Chart, *, standalone: bool = True) -> str:
     )
 
 
-def _number_ticks(chart: Chart, frame: tuple[float, float, float, float]) -> list[tuple[float, str]]:
-    if chart.log_x:
-        values = sorted({x for series in chart.series for x, _ in series.points})
-    else:
-        values = [tick for tick in nice_ticks(frame[0], frame[1]) if frame[0] <= tick <= frame[1]]
-    return [(value, f"{value:g}") for value in values]
-
-
-def _series_svg(chart: Chart, series: Series, frame: tuple[float, float, float, float]) -> str:
-    places = [_place(chart, x, y, frame) for x, y in series.points]
+def _series_svg(series: Series, frame: Frame) -> str:
+    places = [_place(x, y, frame) for x, y in series.points]
     marks = []
     if series.kind == PLANNED:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
