@@ -67,20 +67,17 @@ def _shorter_module(decoder: DecodeLoop, model: Any) -> float:
     family = layer.placement.family
     medians = []
     for name in (family.attention, family.mlp):
-        module, started = getattr(layer, name), [0.0]
-        times: list[float] = []
-        hooks = [
-            module.register_forward_pre_hook(lambda *_, started=started: started.__setitem__(0, time.perf_counter())),
-            module.register_forward_hook(
-                lambda *_, started=started, times=times: times.append(time.perf_counter() - started[0])
-            ),
-        ]
+        module: torch.nn.Module = getattr(layer, name)
+        starts: list[float] = []
+        ends: list[float] = []
+        before = module.register_forward_pre_hook(lambda *_, times=starts: times.append(time.perf_counter()))
+        after = module.register_forward_hook(lambda *_, times=ends: times.append(time.perf_counter()))
         for _ in range(10):
             decoder.rewind()
             decoder.step()
-        for hook in hooks:
-            hook.remove()
-        medians.append(statistics.median(times))
+        before.remove()
+        after.remove()
+        medians.append(statistics.median(end - start for start, end in zip(starts, ends, strict=True)))
     return min(medians)
 
 

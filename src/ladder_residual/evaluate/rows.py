@@ -31,6 +31,11 @@ def _index(row: Row, name: str, size: int) -> int:
     return value
 
 
+def _plain(*names: str) -> Callable[[Row], Row]:
+    """Rows of texts alone."""
+    return lambda row: _text(row, *names)
+
+
 def _lettered(question: str) -> Callable[[Row], Row]:
     """ARC and OpenBookQA: choices with labels, the right label as ``answerKey``."""
 
@@ -51,19 +56,12 @@ def _lettered(question: str) -> Callable[[Row], Row]:
 
 def _hellaswag(row: Row) -> Row:
     endings = _texts(row.get("endings"), "endings")
-    # The label stays text, as on the hub.
-    return _text(row, "activity_label", "ctx_a", "ctx_b") | {
-        "endings": endings,
-        "label": str(_index(row, "label", len(endings))),
-    }
+    label = str(_index(row, "label", len(endings)))  # text, as on the hub
+    return _text(row, "activity_label", "ctx_a", "ctx_b") | {"endings": endings, "label": label}
 
 
 def _piqa(row: Row) -> Row:
     return _text(row, "goal", "sol1", "sol2") | {"label": _index(row, "label", 2)}
-
-
-def _sciq(row: Row) -> Row:
-    return _text(row, "question", "support", "distractor1", "distractor2", "distractor3", "correct_answer")
 
 
 def _winogrande(row: Row) -> Row:
@@ -112,30 +110,23 @@ def _ifeval(row: Row) -> Row:
     return _text(row, "prompt") | {"key": row["key"], "instruction_id_list": names, "kwargs": options}
 
 
-def _humaneval(row: Row) -> Row:
-    return _text(row, "task_id", "prompt", "canonical_solution", "test", "entry_point")
-
-
-def _wikitext(row: Row) -> Row:
-    return _text(row, "page")
-
-
+_HUMANEVAL = _plain("task_id", "prompt", "canonical_solution", "test", "entry_point")
 CONVERTERS: dict[str, Callable[[Row], Row]] = {
     "arc_challenge": _lettered("question"),
     "arc_easy": _lettered("question"),
     "hellaswag": _hellaswag,
     "piqa": _piqa,
-    "sciq": _sciq,
+    "sciq": _plain("question", "support", "distractor1", "distractor2", "distractor3", "correct_answer"),
     "winogrande": _winogrande,
     "openbookqa": _lettered("question_stem"),
     "truthfulqa_mc1": _truthfulqa,
-    "wikitext": _wikitext,
+    "wikitext": _plain("page"),
     "mmlu": _mmlu,
     "gsm8k": _gsm8k,
     "gsm8k_cot": _gsm8k,
     "ifeval": _ifeval,
-    "humaneval": _humaneval,
-    "humaneval_plus": _humaneval,
+    "humaneval": _HUMANEVAL,
+    "humaneval_plus": _HUMANEVAL,
 }
 
 

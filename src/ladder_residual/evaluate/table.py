@@ -8,11 +8,11 @@ No torch here: results made anywhere can be put together anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..common import markdown
-from ..common.terminal import one_line, show
+from ..common.terminal import show
 from .markdown import is_share, percent, signed
 from .results import Result, compare, compare_perplexity, load
 
@@ -51,8 +51,12 @@ def _chosen_rows(results: Mapping[str, Result], metric: str | None) -> list[dict
     return [row for row in rows if (row["metric"] == metric if row["task"] in has_metric else row["shown"])]
 
 
+def _error(pair: Mapping[str, Any]) -> float | None:
+    return pair["paired_stderr"] if pair["paired_stderr"] is not None else pair["unpaired_stderr"]
+
+
 def _cell(pair: Mapping[str, Any]) -> Cell:
-    error = pair["paired_stderr"] if pair["paired_stderr"] is not None else pair["unpaired_stderr"]
+    error = _error(pair)
     change = signed(pair["difference"], pair["metric"])
     if error is not None and is_share(pair["metric"]):
         change += f" ± {100 * error:.1f}"
@@ -67,8 +71,7 @@ def _average(rows: list[dict[str, Any]], columns: list[dict[Any, dict[str, Any]]
     for column in columns:
         pairs = [column[row["task"], row["metric"]] for row in rows]
         difference = sum(pair["difference"] for pair in pairs) / count
-        errors = [pair["paired_stderr"] if pair["paired_stderr"] is not None else pair["unpaired_stderr"] for pair in pairs]
-        known = [found for found in errors if found is not None]
+        known = [found for found in map(_error, pairs) if found is not None]
         spread = f" ± {100 * math.hypot(*known) / count:.1f}" if len(known) == count else ""
         cells.append((f"{100 * (value + difference):.1f} ({signed(difference)}{spread})", abs(difference) <= error))
     return _line("average", "", sum(row["n"] for row in rows), cells)
@@ -103,23 +106,24 @@ def _legend(first_name: str, results: Mapping[str, Result]) -> str:
 
 def main() -> None:
     import argparse
-    import sys
+
+    from ..distributed.launch import run_command
 
     parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0], prog="python -m ladder_residual.evaluate.table")
     parser.add_argument("results", nargs="+", metavar="NAME=FILE.json", help="results of `ladder eval --out`")
     parser.add_argument("--metric", help="the metric to show where a task has it, e.g. acc; default: as evaluated")
     options = parser.parse_args()
-    try:
-        results: dict[str, Result] = {}
-        for part in options.results:
-            name, equals, path = part.partition("=")
-            if not equals or not name or name in results:
-                raise ValueError(f"expected NAME=FILE.json with a name of its own, got {part!r}")
-            results[name] = load(path)
-        show(side_by_side(results, options.metric).removesuffix("\n"))
-    except ValueError as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
-        sys.exit(2)
+    run_command(lambda: _print_table(options.results, options.metric))
+
+
+def _print_table(named: Sequence[str], metric: str | None) -> None:
+    results: dict[str, Result] = {}
+    for part in named:
+        name, equals, path = part.partition("=")
+        if not equals or not name or name in results:
+            raise ValueError(f"expected NAME=FILE.json with a name of its own, got {part!r}")
+        results[name] = load(path)
+    show(side_by_side(results, metric).removesuffix("\n"))
 
 
 if __name__ == "__main__":
