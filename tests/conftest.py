@@ -1,5 +1,6 @@
 """Shared fixtures. One thread per process: the machine's cores are for the ranks."""
 
+import gc
 import os
 import signal
 
@@ -20,6 +21,10 @@ settings.register_profile("default", deadline=None, print_blob=True)
 settings.load_profile("default")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a background job of a shell inherits it so: Ctrl-C is tested there too
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported stays: to look through it again takes half a second, and a Trainer asks for that at every end
 
 
 @pytest.fixture(autouse=True)

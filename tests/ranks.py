@@ -12,7 +12,9 @@ import traceback
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # Otherwise each rank imports it again: half a second to a second for pytest, peft or the trainers.
-CONTEXT.set_forkserver_preload(["tests.tiny_models", "tests.tiny_adapt", "tests.tiny_training", "peft", "pytest"])
+CONTEXT.set_forkserver_preload(
+    ["tests.tiny_models", "tests.tiny_adapt", "tests.tiny_training", "peft", "pytest", "tests.frozen"]
+)
 TIMEOUT = 240
 
 
