@@ -18,6 +18,7 @@ from ladder_residual.generation.sampling import Sampling
 from ladder_residual.generation.session import LoadOptions, Session
 from ladder_residual.models.convert import convert
 from tests.forked import Program, run_program
+from tests.ranks import free_port
 
 PROMPTS = ["Once upon a time, there was a little girl", "The cat"]
 
@@ -39,7 +40,7 @@ def texts(demo_dir):
 
 
 def test_one_process_prints_the_text(demo_dir, texts):
-    done = ladder("generate", demo_dir, "--wiring", "ladder:last-half", "-p", PROMPTS[0], "-n", "30", "--temperature", "0")
+    done = run_program("generate", demo_dir, "--wiring", "ladder:last-half", "-p", PROMPTS[0], "-n", "30", "--temperature", "0")
     assert done.stdout == PROMPTS[0] + texts[0] + "\n"
     assert "[ladder:3-4, 1 process, cpu] 30 tokens in" in done.stderr
 
@@ -56,6 +57,20 @@ def test_two_ranks_write_the_same_text(demo_dir, tmp_path, texts):
     assert "[ladder:3-4, 2 ranks, cpu]" in done.stderr
 
 
+def test_ranks_of_another_launcher_are_the_same_as_tp(demo_dir, texts):
+    """Started alike, in the environment that torchrun sets."""
+    words = ["generate", demo_dir, "--wiring", "ladder:last-half", "-p", PROMPTS[0], "-n", "30", "--temperature", "0"]
+    given = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    ranks = [Program(*words, env=given | {"RANK": str(rank), "LOCAL_RANK": str(rank)}) for rank in range(2)]
+    try:
+        assert [rank.wait(120) for rank in ranks] == [0, 0], ranks[0].stderr[-2000:]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.stdout for rank in ranks] == [PROMPTS[0] + texts[0] + "\n", ""]
+
+
+@pytest.mark.slow
 def test_torchrun_is_the_same_as_tp(demo_dir, texts):
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "ladder_residual", "generate"]
     words += [str(demo_dir), "--wiring", "ladder:last-half", "-p", PROMPTS[0], "-n", "30", "--temperature", "0"]
