@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ..models.generation_config import LEAST_TEMPERATURE
+from ..models.generation_config import LEAST_TEMPERATURE, RANGES
 
 if TYPE_CHECKING:
     from ..distributed.world import World
@@ -28,17 +28,9 @@ class Sampling:
     num_beams: int = 1
 
     def __post_init__(self) -> None:
-        limits = {
-            "max_new_tokens": (1, 10_000_000),
-            "temperature": (0, 1000),
-            "top_k": (0, 10_000_000),
-            "top_p": (0, 1),
-            "min_p": (0, 1),
-            "repetition_penalty": (1e-6, 1000),
-            "num_beams": (1, 1000),
-        }
+        limits = {**RANGES, "max_new_tokens": (1, 10_000_000), "top_k": (0, 10_000_000), "num_beams": (1, 1000)}
         for name, (low, high) in limits.items():
-            value = getattr(self, name)
+            value = getattr(self, name, None)
             if value is not None and not low <= value <= high:
                 raise ValueError(f"{name.replace('_', '-')} must be between {low} and {high}, got {value}")
         if self.temperature and self.temperature < LEAST_TEMPERATURE:

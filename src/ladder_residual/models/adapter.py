@@ -13,9 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
-
-from .checkpoint_reader import CONFIG, FLOATS, read_json, resolve
+from .checkpoint_reader import CONFIG, FLOATS, open_safetensors, read_json, resolve, stored_shapes
 from .sharding import ShardSpec
 
 if TYPE_CHECKING:
@@ -86,29 +84,20 @@ class AdapterSource:
     def file(self) -> Path:
         return self.directory / ADAPTER_WEIGHTS
 
-    def opened(self, framework: str) -> Any:
-        if not self.file.is_file():
-            raise ValueError(f"{self.directory} has no {ADAPTER_WEIGHTS}: is it an adapter of peft's?")
-        try:
-            return safe_open(str(self.file), framework=framework)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{self.file} is damaged or cut short: {error}") from error
-
     @cached_property
     def shapes(self) -> dict[str, tuple[int, int]]:
         """Of the product of each pair of matrices, by the weight it is added to; from the file's header."""
-        with self.opened("np") as handle:
-            parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-            stored = {name: (list(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
+        if not self.file.is_file():
+            raise ValueError(f"{self.directory} has no {ADAPTER_WEIGHTS}: is it an adapter of peft's?")
         pairs: dict[str, dict[str, int]] = {}
-        for name, (shape, dtype) in stored.items():
+        for name, (shape, dtype) in stored_shapes(self.file).items():
             module, _, part = name.removesuffix(".weight").rpartition(".")
             if not name.startswith(_PREFIX) or not name.endswith(".weight") or part not in ("lora_A", "lora_B"):
                 raise ValueError(f"{self.file}: {name:.120} is no lora_A.weight or lora_B.weight of a module")
             side = 0 if part == "lora_A" else 1
             if len(shape) != 2 or shape[side] != self.rank or dtype not in FLOATS:
                 raise ValueError(
-                    f"{self.file}: {name} is {dtype} {shape}, expected a matrix of rank {self.rank} in {', '.join(FLOATS)}"
+                    f"{self.file}: {name} is {dtype} {list(shape)}, expected a matrix of rank {self.rank} in {', '.join(FLOATS)}"
                 )
             pairs.setdefault(f"{module.removeprefix(_PREFIX)}.weight", {})[part] = shape[1 - side]
         for name, pair in pairs.items():
@@ -152,8 +141,9 @@ class Adapter:
 
         self.source, self.file, self.allow_nonfinite = source, source.file, allow_nonfinite
         self.pairs: dict[str, tuple[Tensor, Tensor]] = {}
-        with source.opened("pt") as handle:
-            for name in source.shapes:
+        shapes = source.shapes
+        with open_safetensors(self.file) as handle:
+            for name in shapes:
                 stored = [f"{_PREFIX}{name.removesuffix('.weight')}.{part}.weight" for part in ("lora_B", "lora_A")]
                 tall, wide = (handle.get_tensor(part) for part in stored)
                 if not allow_nonfinite:

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -145,22 +145,13 @@ class Checkpoint:
         raise ValueError(f"{self.directory} has neither {SINGLE} nor {INDEX}: download the model again, with its weights")
 
     def _header(self, file: str) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and dtype of every tensor of a file. No tensor is made, so the framework is whichever is imported faster."""
         if file not in self._headers:
-            with self._safe_open(file, "np") as handle:
-                parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
-                self._headers[file] = {name: (tuple(p.get_shape()), str(p.get_dtype())) for name, p in parts.items()}
+            self._headers[file] = stored_shapes(self.directory / file)
         return self._headers[file]
-
-    def _safe_open(self, file: str, framework: str = "pt") -> Any:
-        try:
-            return safe_open(str(self.directory / file), framework=framework)
-        except (SafetensorError, OSError, ValueError) as error:
-            raise ValueError(f"{self.directory / file} is damaged or cut short: {error}") from error
 
     def _handle(self, file: str, upcoming: int) -> Any:
         if self._open is None or self._open[0] != file or self._open[2] > REOPEN_AFTER_BYTES:
-            self._open = (file, self._safe_open(file), 0)
+            self._open = (file, open_safetensors(self.directory / file), 0)
         name, handle, read = self._open
         self._open = (name, handle, read + upcoming)
         return handle
@@ -263,15 +254,14 @@ class Checkpoint:
 
     def blocks(self, name: str) -> Iterator[bytes]:
         """What the file holds of a tensor: its dtype, then its data, block by block."""
-        self._safe_open(self.files[name], "np")  # refuses a header that the file does not bear out
         with (self.directory / self.files[name]).open("rb") as content:
-            length = int.from_bytes(content.read(8), "little")
-            tensor = json.loads(content.read(length)).get(name)
+            header, start = raw_header(content, self.directory / self.files[name])
+            tensor = json.loads(header).get(name)
             if tensor is None:
                 raise ValueError(f"{self.directory / self.files[name]} does not hold {name}")
             yield tensor["dtype"].encode()
             first, last = tensor["data_offsets"]
-            content.seek(8 + length + first)
+            content.seek(start + first)
             for place in range(first, last, BLOCK_BYTES):
                 yield content.read(min(BLOCK_BYTES, last - place))
 
@@ -296,14 +286,12 @@ class Checkpoint:
                 if size <= DIGEST_WHOLE_BYTES:
                     fingerprint.update(content.read())
                     continue
-                self._safe_open(file, "np")  # refuses a header that the file does not bear out
-                length = int.from_bytes(content.read(8), "little")
-                header = content.read(length)
+                header, start = raw_header(content, path)
                 fingerprint.update(header)
                 for name, tensor in json.loads(header).items():
                     if name == "__metadata__":
                         continue
-                    first, last = (8 + length + offset for offset in tensor["data_offsets"])
+                    first, last = (start + offset for offset in tensor["data_offsets"])
                     for place in (first, (first + last) // 2, max(first, last - DIGEST_SAMPLE_BYTES)):
                         content.seek(place)
                         fingerprint.update(content.read(min(DIGEST_SAMPLE_BYTES, last - place)))
@@ -311,6 +299,28 @@ class Checkpoint:
 
     def close(self) -> None:
         self._open = None
+
+
+def open_safetensors(file: Path, framework: str = "pt") -> Any:
+    """Refuses a header that the file does not bear out. Where no tensor is made, "np" is imported faster."""
+    try:
+        return safe_open(str(file), framework=framework)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ValueError(f"{file} is damaged or cut short: {error}") from error
+
+
+def stored_shapes(file: Path) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape and dtype of every tensor, from the header."""
+    with open_safetensors(file, "np") as handle:
+        parts = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+        return {name: (tuple(part.get_shape()), str(part.get_dtype())) for name, part in parts.items()}
+
+
+def raw_header(content: IO[bytes], file: Path) -> tuple[bytes, int]:
+    """The header of a file at its beginning, and where its data begin."""
+    open_safetensors(file, "np")  # it is in order
+    length = int.from_bytes(content.read(8), "little")
+    return content.read(length), 8 + length
 
 
 def check_contained(directory: Path, names: Iterable[str]) -> None:

@@ -106,9 +106,7 @@ def new_directory(target: str | Path, *, overwrite: bool = False) -> Iterator[Di
         yield DirectoryWriter(draft)
         mask = umask()
         for path in draft.iterdir():
-            if (
-                path.stat().st_nlink == 1
-            ):  # safetensors writes files that only their owner can read; a linked one has its own mode
+            if path.stat().st_nlink == 1:  # only the owner can read what safetensors writes; a linked one has its own mode
                 path.chmod(0o666 & ~mask)
             sync(path)
         sync(draft)

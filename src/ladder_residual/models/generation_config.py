@@ -19,7 +19,7 @@ FILE = "generation_config.json"
 LEAST_TEMPERATURE = 1e-4  # below, probabilities overflow float32; 0 itself is greedy
 _TOKENS = ("bos_token_id", "pad_token_id", "eos_token_id")
 _LISTS = ("suppress_tokens", "begin_suppress_tokens")
-_RANGES = {
+RANGES = {
     "temperature": (0, 1000),
     "top_p": (0, 1),
     "min_p": (0, 1),
@@ -57,8 +57,8 @@ def generation_config(directory: Path, vocabulary: int) -> GenerationConfig | No
             value = list(tokens) if name in _LISTS else value
             if not tokens:
                 continue
-        elif name in _RANGES:
-            low, high = _RANGES[name]
+        elif name in RANGES:
+            low, high = RANGES[name]
             if not _is_number(value) or not low <= value <= high or (name == "temperature" and 0 < value < LEAST_TEMPERATURE):
                 raise ValueError(f"{path}: {name} is {value!r:.40}, expected a number between {low} and {high}")
         elif name in _WHOLE:

@@ -122,12 +122,12 @@ def shard_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: 
     def scaled(span: tuple[int, int], size: int, offset: int = 0) -> tuple[int, int]:
         return offset + span[0] * size, offset + span[1] * size
 
+    def gate_and_up(total: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        keep = split(total // 2, tp, rank)
+        return keep, scaled(keep, 1, total // 2)
+
     if "experts" in parts and len(shape) == 3:  # stacked: [expert, 2 * neurons, in], [expert, out, neurons]
-        if module == "down_proj":
-            return ShardSpec(2, (split(shape[2], tp, rank),))
-        half = shape[1] // 2
-        keep = split(half, tp, rank)
-        return ShardSpec(1, (keep, scaled(keep, 1, half)))
+        return ShardSpec(2, (split(shape[2], tp, rank),)) if module == "down_proj" else ShardSpec(1, gate_and_up(shape[1]))
     if module in _QUERY_ROWS:
         return rows([scaled(heads.query, dim)])
     if module in _KV_ROWS:
@@ -140,12 +140,8 @@ def shard_of(name: str, shape: Sequence[int], model: ModelShape, tp: int, rank: 
     if module == "query_key_value":  # head by head, each its query, key and value rows
         return rows([scaled(heads.query, 3 * dim)])
     if module == "gate_up_proj":
-        half = shape[0] // 2
-        keep = split(half, tp, rank)
-        return rows([keep, scaled(keep, 1, half)])
-    if module in _NEURON_ROWS:
-        return rows([split(shape[0], tp, rank)])
-    if module in _VOCABULARY:
+        return ShardSpec(0, gate_and_up(shape[0]))
+    if module in _NEURON_ROWS or module in _VOCABULARY:
         return rows([split(shape[0], tp, rank)])
     if kind == "weight" and module in _HEAD_COLUMNS:
         return ShardSpec(1, (scaled(heads.query, dim),))
