@@ -18,26 +18,24 @@ from ..evaluate.results import save, stored_result
 from ..evaluate.table import side_by_side
 from .options import AllowNonfinite, Device, Dtype, Json, Ranks, Source, Timeout, Uneven, Wiring, at_least_one
 
-Tasks = Annotated[
-    str | None, typer.Option(help="Names with commas between (arc_easy,piqa,mmlu:5 ...), or a set: paper-scratch, paper-adapt.")
-]
-# Two names: torchrun takes any word that begins like one of its own options, such as --local-addr, for itself.
-Local = Annotated[
-    list[Path] | None, typer.Option("--local", "--files", help="Folder with <task>_<split>.jsonl, .gz or .xz; may be repeated.")
-]
-Against = Annotated[str | None, typer.Option(help="Another model, or its result (.json): prints the differences.")]
-Shots = Annotated[str, typer.Option(help="Examples in the prompt: as the paper did, or a number for all tasks.")]
-PerplexityFile = Annotated[Path | None, typer.Option("--perplexity", help="Text file to measure perplexity on.")]
-
 
 def evaluate(
     source: Source,
-    tasks: Tasks = None,
-    local: Local = None,
-    against: Against = None,
+    tasks: Annotated[
+        str | None,
+        typer.Option(help="Names with commas between (arc_easy,piqa,mmlu:5 ...), or a set: paper-scratch, paper-adapt."),
+    ] = None,
+    # Two names: torchrun takes any word that begins like one of its own options, such as --local-addr, for itself.
+    local: Annotated[
+        list[Path] | None,
+        typer.Option("--local", "--files", help="Folder with <task>_<split>.jsonl, .gz or .xz; may be repeated."),
+    ] = None,
+    against: Annotated[str | None, typer.Option(help="Another model, or its result (.json): prints the differences.")] = None,
     limit: Annotated[int | None, typer.Option(help="Only the first N rows of each task.")] = None,
-    shots: Shots = "paper",
-    perplexity: PerplexityFile = None,
+    shots: Annotated[
+        str, typer.Option(help="Examples in the prompt: paper (as the paper did), or a number for all tasks.")
+    ] = "paper",
+    perplexity: Annotated[Path | None, typer.Option(help="Text file to measure perplexity on.")] = None,
     context: Annotated[int, typer.Option(help="Tokens a perplexity window holds.")] = 1024,
     stride: Annotated[int, typer.Option(help="Tokens between the starts of two windows.")] = 512,
     out: Annotated[Path | None, typer.Option(help="Write the result here (.json), and its table beside it (.md).")] = None,

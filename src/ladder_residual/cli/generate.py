@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ..common.fields import fields_from
+from ..common.progress import progress
 from ..common.terminal import show
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks, speaks_first
@@ -105,7 +106,9 @@ def generate(
                 print(f"{emulation}: the other ranks' partials are missing, so the text means nothing", file=sys.stderr)
             if file is not None:
                 sink = LineWriter(out, append=resume) if world.is_main else silent()
-                with sink, _progress(world, out, len(prompts), done) as step:
+                shown = world.is_main and out is not None
+                bar = progress("completions", len(prompts), done) if shown else nullcontext(lambda note: None)
+                with sink, bar as step:
                     for completion in session.complete(prompts, batch_size=batch_size, chat=are_chats, done=done):
                         sink.write(completion.to_json(**label))
                         step(f"{session.watch.rate:.0f} tokens/s")
@@ -117,14 +120,6 @@ def generate(
             if world.is_main:
                 into = f", completions in {out}" if out is not None else ""
                 print(session.summary() + into, file=sys.stderr)
-
-
-def _progress(world: Any, out: Path | None, total: int, done: int) -> Any:
-    from ..common.progress import progress
-
-    if world.is_main and out is not None:
-        return progress("completions", total, done)
-    return nullcontext(lambda note: None)
 
 
 @contextmanager

@@ -254,7 +254,9 @@ def run(
     random.seed(0)  # the seeds of the harness's own command line
     np.random.seed(FEWSHOT_SEED)
     torch.manual_seed(FEWSHOT_SEED)
-    with _quietly(), _stderr_to_nowhere() if lm.quiet else contextlib.nullcontext():
+    with _quietly(), open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.ExitStack() as stack:
+        if lm.quiet:  # some of the harness's progress bars have no switch
+            stack.enter_context(contextlib.redirect_stderr(nowhere))
         for task in tasks.harness["tasks"].values():
             task.set_fewshot_seed(seed=FEWSHOT_SEED)  # drawn anew for every model: the next one must get the same examples
         found = evaluate(
@@ -283,10 +285,3 @@ def _quietly() -> Iterator[None]:
         logger.setLevel(before)
         if had_bars:
             datasets.utils.enable_progress_bars()
-
-
-@contextlib.contextmanager
-def _stderr_to_nowhere() -> Iterator[None]:
-    """Some of the harness's progress bars have no switch."""
-    with open(os.devnull, "w", encoding="utf-8") as nowhere, contextlib.redirect_stderr(nowhere):
-        yield
