@@ -15,12 +15,13 @@ from ..common.files import check_can_write
 from ..common.units import read_seconds
 from ..distributed import shared_gpu
 from ..distributed.launch import launched, on_ranks
-from ..engine import RANDOM_WEIGHTS
+from ..engine import NO_KV_CACHE_DTYPE, RANDOM_WEIGHTS
 from ..links import parse_link
 from ..models.preflight import check_model
 from .options import (
     Device,
     Dtype,
+    KVCacheDtype,
     Layers,
     Links,
     MeasuredRanks,
@@ -63,6 +64,7 @@ class Cases:
     layers: Layers = None
     tp: MeasuredRanks = 8
     batch: Batches = "1"
+    kv_cache_dtype: KVCacheDtype = "auto"
     ranks: WhichRanks = "auto"
     reducers: Reducers = "symm,nccl"
     share_gpu: ShareGpu = False
@@ -285,10 +287,17 @@ def _on_gpu(device: str) -> bool:
     return torch.cuda.is_available()
 
 
+def _kv_cache(kv_cache_dtype: str, device: str) -> dict[str, Any]:
+    if kv_cache_dtype != "auto" and not _on_gpu(device):
+        raise ValueError(NO_KV_CACHE_DTYPE.format(kv_cache_dtype))
+    return {"kv_cache_dtype": kv_cache_dtype}
+
+
 def _measure(
     phase: str, cases: Cases, wirings: str, links: str, repeats: int, *, on_gpu: dict[str, Any], on_cpu: dict[str, Any]
 ) -> None:
     """One phase: real ranks on GPUs, rank 0 of ``tp`` on a GPU, or real ranks on CPUs."""
+    on_gpu = on_gpu | _kv_cache(cases.kv_cache_dtype, cases.device)
     batches = whole_numbers(cases.batch, "batch")
     asked: dict[str, Any] = {"layers": cases.layers, "wirings": split_wirings(wirings), "repeats": repeats}
     at_least_one(layers=cases.layers, repeats=repeats, **on_cpu)

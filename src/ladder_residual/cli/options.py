@@ -85,6 +85,13 @@ Schedule = Annotated[
         **one_of("auto", "serial", "two_stream", "interleaved"),
     ),
 ]
+KVCacheDtype = Annotated[
+    str,
+    typer.Option(
+        help="Keys and values in the CUDA engine: auto (the model's dtype) or fp8 (half the memory, for twice the context).",
+        **one_of("auto", "fp8"),
+    ),
+]
 CommDtype = Annotated[
     str,
     typer.Option(
@@ -150,6 +157,7 @@ class GenerationOptions:
             **one_of("auto", "nccl", "symm"),
         ),
     ] = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
     device: Device = "auto"
     dtype: Dtype = "auto"
     uneven: Uneven = False
