@@ -40,20 +40,8 @@ from .options import (
 
 app = typer.Typer(help="Measure. In a file or pipe the last line is the whole result as JSON.", no_args_is_help=True)
 
-Batches = Annotated[str, typer.Option(help="Sequences decoded together, several sizes with commas between.")]
 Prompt = Annotated[int, typer.Option(help="Tokens of the prompt.")]
 New = Annotated[int, typer.Option(help="Tokens generated.")]
-WhichRanks = Annotated[
-    str,
-    typer.Option(
-        "--ranks",
-        help="On GPUs: emulated (rank 0 alone, all-reduces as --links says), real (over --reducers), or auto: real where ranks were "
-        "started or share a GPU.",
-        **one_of("auto", "real", "emulated"),
-    ),
-]
-Reducers = Annotated[str, typer.Option(help="Of real ranks on GPUs, comma-separated: symm (symmetric memory), nccl.")]
-JsonAlone = Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +51,23 @@ class Cases:
     model: Shape = "llama-3-70b"
     layers: Layers = None
     tp: MeasuredRanks = 8
-    batch: Batches = "1"
+    batch: Annotated[str, typer.Option(help="Sequences decoded together, several sizes with commas between.")] = "1"
     kv_cache_dtype: KVCacheDtype = "auto"
-    ranks: WhichRanks = "auto"
-    reducers: Reducers = "symm,nccl"
+    ranks: Annotated[
+        str,
+        typer.Option(
+            "--ranks",
+            help="On GPUs: emulated (rank 0 alone, all-reduces as --links says), real (over --reducers), or auto: real where ranks were "
+            "started or share a GPU.",
+            **one_of("auto", "real", "emulated"),
+        ),
+    ] = "auto"
+    reducers: Annotated[str, typer.Option(help="Of real ranks on GPUs, comma-separated: symm (symmetric memory), nccl.")] = (
+        "symm,nccl"
+    )
     share_gpu: ShareGpu = False
     device: Device = "auto"
-    as_json: JsonAlone = False
+    as_json: Annotated[bool, typer.Option("--json", help="Print the JSON line alone.")] = False
 
 
 @app.command("overlap")
