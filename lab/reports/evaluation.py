@@ -36,10 +36,10 @@ def pages() -> dict[str, str]:
 def quantised(stem: str, result: dict[str, Any]) -> str:
     tokens = result["rows"] * result["sequence"]
     reading = (
-        f"{tokens:,} tokens of WikiText-2 in rows of {result['sequence']}; weights are dequantised, and all is computed in float32. "
         "`ladder convert --quantize` rounds to the nearest number; *refit* adds `--refit TEXT`, here "
-        f"{result['calibration_tokens']:,} tokens of other books, arithmetic and WikiText-2's validation split. The checkpoint itself was "
-        "made from published 4-bit weights. Rises are paired, with their standard error."
+        f"{result['calibration_tokens']:,} tokens of other books, arithmetic and WikiText-2's validation split. Measured on {tokens:,} "
+        f"tokens of its test split in rows of {result['sequence']}, in float32; rises are paired, with their standard error. The "
+        "checkpoint was made from published 4-bit weights."
     )
     rows = [
         [
@@ -51,5 +51,6 @@ def quantised(stem: str, result: dict[str, Any]) -> str:
         for name, found in result["results"].items()
     ]
     body = table(["weights", "error of the weights", "perplexity", "rise"], rows) + f"\n{conditions(result)}"
-    command = f"python -m lab.runs.quantised_perplexity {result['model']} TEXTS --rows {result['rows']}"
+    amounts = f"--rows {result['rows']} --tokens {result['calibration_tokens']}"
+    command = f"python -m lab.runs.quantised_perplexity {result['model']} TEXTS {amounts}"
     return section("SmolLM2, quantised weights", reading, body, command=command)
