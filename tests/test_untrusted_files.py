@@ -14,7 +14,7 @@ LOADERS = {
         None,
     ),  # with a reader that builds nothing a pickle asks for
     ".from_pretrained": ({"data/tokenizer.py"}, ("trust_remote_code", False)),
-    "safetensors.safe_open": ({"models/adapter.py", "models/checkpoint_reader.py"}, None),
+    "safetensors.safe_open": ({"models/checkpoint_reader.py"}, None),
     # An adapter, and what a refit found for a layer; nothing but safetensors.
     "safetensors.torch.load_file": ({"adapt/checkpoints.py", "adapt/refit_layers.py"}, None),
     "datasets.load_dataset": ({"data/sources.py"}, None),

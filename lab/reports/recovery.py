@@ -87,11 +87,11 @@ def render(results: Results) -> str:
         ),
         section(
             "Refit alone",
-            "`ladder convert --refit`: no gradients. In brackets what is left of the rise. Calibrated on other books, arithmetic, "
-            "WikiText-2's validation split.",
-            refit_table(results.refit),
-            command="python -m lab.runs.adapt_refit smollm2 TEXTS --tokens 15360",
-            made=f"{results.refit['check_tokens']:,} tokens of each text. {conditions(results.refit)}",
+            "Rise of the loss, converted→refitted; in brackets what is left. Calibrated on other books, arithmetic, WikiText-2's "
+            "validation split.",
+            refit_table(results.refits),
+            command="python -m lab.runs.adapt_refit smollm2 TEXTS --tokens TOKENS",
+            made=f"{results.refits[0]['check_tokens']:,} tokens of each text. {conditions(*results.refits)}",
         ),
         section(
             "Which layers to convert",
@@ -153,19 +153,18 @@ def seeds(results: Results) -> str:
     return f"{len(runs)} seeds of `{SEEDED}`: {', '.join(parts)} (standard deviation).\n"
 
 
-def refit_table(found: dict[str, Any]) -> str:
+def refit_table(results: list[dict[str, Any]]) -> str:
     rows = []
-    for row in found["rows"]:
-        cells: list[str] = []
+    for row in sorted((row for found in results for row in found["rows"]), key=lambda row: (row["wiring"], row["tokens"])):
+        cells = [f"{row['tokens']:,}"]
         for text in ("books_heldout", "wikitext2"):
             original, converted, refitted = (row["losses"][text][name] for name in ("original", "converted", "refitted"))
             left = (refitted - original) / (converted - original)
-            cells += [f"{original:.3f}", f"{converted:.3f}", f"**{refitted:.3f}** ({left:.0%})"]
+            cells.append(f"{converted - original:+.3f}→**{refitted - original:+.3f}** ({left:.0%})")
         layers = row["wiring"].partition(":")[2]
         shown = {"": "all 30", "last-half": "last 15"}.get(layers, f"chosen {len(Wiring.parse(row['wiring'], LAYERS).layers)}")
         rows.append([shown, *cells])
-    columns = [f"{text}: {name}" for text in ("books", "WikiText-2") for name in ("original", "converted", "refitted")]
-    return table(["layers", *columns], rows)
+    return table(["layers", "tokens", "books", "WikiText-2"], rows)
 
 
 def selection_table(found: dict[str, Any], text: str = "books_heldout") -> str:

@@ -26,7 +26,7 @@ class Results:
         self.tasks = _read(folder / "tasks.json")
         self.pairs = _read(folder / "pairs.json")  # distillation beside next-token training, and its tasks
         self.pair_tasks = _read(folder / "pairs-tasks.json")
-        self.refit = _read(folder / "refit.json")
+        self.refits = [_read(path) for path in sorted(folder.glob("refit*.json"))]
         self.stories = _read(folder / "stories15m.json")
         controls = [run for name, run in self.runs.items() if name.startswith("control")]
         # the short one at the rate that suits an unchanged model; it is also the fine-tuned teacher
