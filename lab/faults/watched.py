@@ -136,14 +136,17 @@ class WatchedRun:
             found.shared_memory |= _shared_memory(pid)
         return found
 
-    def left_over(self, held: Traces, grace: float = 10.0) -> list[str]:
-        """What should be gone and is not, in words; processes get ``grace`` seconds to vanish."""
-        deadline = time.monotonic() + grace
-        while (pids := self.pids()) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        found = [f"process {pid}" for pid in pids]
+    def _running(self, held: Traces) -> list[str]:
+        """A killed process loses its environment, by which it is found, before its sockets close."""
         listening = {namespace: _listening_in(namespace) for namespace, _ in held.ports}
-        found += [f"port {port}" for namespace, port in sorted(held.ports) if port in listening[namespace]]
+        ports = [f"port {port}" for namespace, port in sorted(held.ports) if port in listening[namespace]]
+        return [f"process {pid}" for pid in self.pids()] + ports
+
+    def left_over(self, held: Traces, grace: float = 10.0) -> list[str]:
+        """What should be gone and is not, in words; processes and ports get ``grace`` seconds to vanish."""
+        deadline = time.monotonic() + grace
+        while (found := self._running(held)) and time.monotonic() < deadline:
+            time.sleep(0.1)
         found += [f"shared memory {path}" for path in sorted(held.shared_memory) if Path(path).exists()]
         found += [f"file {path.relative_to(self.directory)}" for path in sorted(self.temporary.rglob("*"))]
         return found
